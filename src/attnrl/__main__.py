@@ -1,0 +1,3 @@
+from attnrl.cli import entry
+
+entry()

@@ -1,0 +1,66 @@
+"""The command line. Each command is a module of this package, imported only when it is called.
+
+A command module has `main(argv: list[str]) -> int | None`; user mistakes raise AttnRLError and end in one message
+and exit code 2, without a traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from attnrl import __version__
+from attnrl.errors import AttnRLError
+
+COMMANDS = {
+    "demo": "train a tiny model with AttnRL on this machine and show that it got better",
+    "train": "train a policy: attnrl train PRESET --run-dir D",
+    "eval": "pass@1 and pass@k on benchmarks, from a model or from stored responses",
+    "score": "FCI, entropy and branch points of every step of stored responses",
+    "verify": "grade a file of responses against reference answers",
+    "warmup": "supervised warm-up of a small model on made-up task solutions",
+    "tasks": "write made-up reasoning tasks to a file",
+    "report": "write the HTML report of a run directory",
+    "config": "print the resolved config of a preset",
+    "presets": "list the presets",
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {line}" for name, line in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"attnrl {__version__}: process-supervised RL that branches where later text attends",
+            "",
+            "usage: attnrl COMMAND [options]        attnrl COMMAND --help explains one command",
+            "",
+            *lines,
+        ]
+    )
+
+
+def run(argv: list[str]) -> int:
+    """The exit code of a command line."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(__version__)
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"attnrl: no command {argv[0]!r}; `attnrl --help` lists them", file=sys.stderr)
+        return 2
+    command = importlib.import_module(f"attnrl.cli.{argv[0]}")
+    try:
+        return command.main(argv[1:]) or 0
+    except AttnRLError as error:
+        print(f"attnrl {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def entry() -> None:
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,27 @@
+"""The errors users meet. Each is also a stdlib error, so callers need not know ours."""
+
+from __future__ import annotations
+
+
+class AttnRLError(Exception):
+    """Base of every error a user can cause; its message says what to do. The command line exits with 2."""
+
+
+class ConfigError(AttnRLError, ValueError):
+    """A key or value in a preset, a TOML file or a flag is wrong; the message names the key."""
+
+
+class DataError(AttnRLError, ValueError):
+    """A data file or one of its rows is wrong; the message names file:row."""
+
+
+class MissingFileError(AttnRLError, FileNotFoundError):
+    """A file or directory the user named does not exist."""
+
+
+class MissingExtraError(AttnRLError, ImportError):
+    """A feature needs an optional package; the message names the extra to install."""
+
+
+class TrainingError(AttnRLError, RuntimeError):
+    """Training cannot go on, for example after repeated non-finite gradients."""
