@@ -1,0 +1,88 @@
+"""Forests: plan which trunks branch where, request the branches, plant the trees they grow into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnrl.algo.adaptive import Budget, choose_trunks
+from attnrl.algo.branching import Rule
+from attnrl.types import Branch, Forest, Group, Ids, Request, Rollout, Tree, Verdict
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Where the trunks of one prompt branch: for each trunk its points, () for a trunk that stays as it is."""
+
+    group: Group
+    points: tuple[tuple[int, ...], ...]  # one entry per trunk
+
+    @property
+    def spots(self) -> list[tuple[int, int]]:
+        """(trunk, point) of every branch point, in order."""
+        return [(t, p) for t, points in enumerate(self.points) for p in points]
+
+
+def plan(group: Group, *, rule: Rule, budget: Budget, rng: np.random.Generator) -> Plan:
+    """Which trunks of a prompt branch (Eq. 9) and where (Eq. 7).
+
+    A trunk of fewer than two tokens has no inner point and is never branched.
+    """
+    chosen = set(choose_trunks(group, budget(group.accuracy, len(group.trunks)), rng))
+    points: list[tuple[int, ...]] = []
+    for i, trunk in enumerate(group.trunks):
+        found = rule(group.prompt, trunk, rng) if i in chosen else ()
+        length = len(trunk.rollout.ids)
+        assert all(0 < p < length for p in found), f"branch points {found} outside (0, {length})"
+        points.append(tuple(found))
+    return Plan(group, tuple(points))
+
+
+def draw_seed(rng: np.random.Generator) -> int:
+    """A seed for one request's own random stream."""
+    return int(rng.integers(2**63))
+
+
+def trunk_requests(prompt: Ids, *, group: int, max_tokens: int, rng: np.random.Generator) -> list[Request]:
+    """One request per trunk of a prompt."""
+    return [Request(prompt, max_tokens, draw_seed(rng)) for _ in range(group)]
+
+
+def branch_requests(plan: Plan, *, width: int, max_tokens: int, rng: np.random.Generator) -> list[Request]:
+    """`width` requests per branch point: the prompt and the trunk before the point.
+
+    A branch may use what its prefix left of the response limit `max_tokens`.
+    """
+    prompt = plan.group.prompt.ids
+    requests = []
+    for trunk, point in plan.spots:
+        context = np.concatenate([prompt, plan.group.trunks[trunk].rollout.ids[:point]])
+        requests += [Request(context, max_tokens - point, draw_seed(rng)) for _ in range(width)]
+    return requests
+
+
+def whole_responses(plan: Plan, rollouts: Sequence[Rollout], *, width: int) -> list[Ids]:
+    """The response of each branch as the verifier must see it: prefix and continuation."""
+    return [
+        np.concatenate([plan.group.trunks[trunk].rollout.ids[:point], rollout.ids])
+        for (trunk, point), rollout in zip(_spread(plan, width), rollouts, strict=True)
+    ]
+
+
+def plant(plan: Plan, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], *, width: int) -> Forest:
+    """The forest of a prompt: each trunk with the branches that were drawn for it.
+
+    A branch whose verdict is an error is left out: an error is no evidence for or against it.
+    """
+    grown: list[list[Branch]] = [[] for _ in plan.group.trunks]
+    for (trunk, point), rollout, verdict in zip(_spread(plan, width), rollouts, verdicts, strict=True):
+        if verdict.error is None:
+            grown[trunk].append(Branch(point, rollout, verdict))
+    trees = (Tree(trunk, tuple(branches)) for trunk, branches in zip(plan.group.trunks, grown, strict=True))
+    return Forest(plan.group.prompt, tuple(trees))
+
+
+def _spread(plan: Plan, width: int) -> list[tuple[int, int]]:
+    return [spot for spot in plan.spots for _ in range(width)]
