@@ -257,3 +257,4 @@ class State:
     fci_count: int = 0  # ... and their number
     stream: dict[str, Any] = field(default_factory=dict)  # position of the prompt stream
     rng: dict[str, Any] = field(default_factory=dict)  # bit generator state of the run
+    generated_tokens: int = 0  # drawn since the start

@@ -63,7 +63,7 @@ def branch_requests(plan: Plan, *, width: int, max_tokens: int, rng: np.random.G
     return requests
 
 
-def whole_responses(plan: Plan, rollouts: Sequence[Rollout], *, width: int) -> list[Ids]:
+def whole_responses(plan: Plan, rollouts: Sequence[Rollout], width: int) -> list[Ids]:
     """The response of each branch as the verifier must see it: prefix and continuation."""
     return [
         np.concatenate([plan.group.trunks[trunk].rollout.ids[:point], rollout.ids])
@@ -71,7 +71,7 @@ def whole_responses(plan: Plan, rollouts: Sequence[Rollout], *, width: int) -> l
     ]
 
 
-def plant(plan: Plan, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], *, width: int) -> Forest:
+def plant(plan: Plan, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], width: int) -> Forest:
     """The forest of a prompt: each trunk with the branches that were drawn for it.
 
     A branch whose verdict is an error is left out: an error is no evidence for or against it.

@@ -1,0 +1,95 @@
+"""The curves of the paper's figures, as numbers of one iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from attnrl.types import Forest, Group, Rollout, Sample
+
+
+def solve_ratios(name: str, outcomes: Iterable[Sequence[float]]) -> dict[str, float]:
+    """Share of prompts solved by all, by none, and by some of their responses ("valid"). Paper: Fig. 5.
+
+    >>> solve_ratios("trunks", [[1, 1], [0, 0], [1, 0], [0, 1]])
+    {'trunks/solve_all': 0.25, 'trunks/solve_none': 0.25, 'trunks/valid': 0.5}
+    """
+    rows = [np.asarray(rewards) for rewards in outcomes if len(rewards)]
+    if not rows:
+        return {}
+    every = float(np.mean([bool(np.all(r > 0.5)) for r in rows]))
+    none = float(np.mean([bool(np.all(r < 0.5)) for r in rows]))
+    return {f"{name}/solve_all": every, f"{name}/solve_none": none, f"{name}/valid": 1.0 - every - none}
+
+
+def group_statistics(groups: Sequence[Group]) -> dict[str, float]:
+    """Accuracy, solve ratios, FCI and lengths of the trunks of a batch, before the filter."""
+    trunks = [t for g in groups for t in g.trunks]
+    if not trunks:
+        return {}
+    metrics = {
+        "trunks/accuracy": float(np.mean([t.reward for t in trunks])),
+        "trunks/steps": float(np.mean([len(t.steps) for t in trunks])),
+        **solve_ratios("trunks", ([t.reward for t in g.trunks] for g in groups)),
+    }
+    fci = np.concatenate([t.scores.fci for t in trunks])
+    entropy = np.concatenate([t.scores.entropy for t in trunks])
+    if np.isfinite(fci).any():
+        metrics["score/fci_mean"] = float(np.nanmean(fci))
+        metrics["score/fci_max"] = float(np.nanmax(fci))
+    if np.isfinite(entropy).any():
+        metrics["score/entropy"] = float(np.nanmean(entropy))
+    return metrics
+
+
+def forest_statistics(forests: Sequence[Forest]) -> dict[str, float]:
+    """Solve ratios of the branches and of both samplings, for prompts that were branched, and how far easy prompts
+    stay easy (Fig. 6a: all branches right where all trunks were).
+    """
+    branched = [f for f in forests if any(t.branches for t in f.trees)]
+    branches = [[b.reward for t in f.trees for b in t.branches] for f in branched]
+    both = [[t.trunk.reward for t in f.trees] + rewards for f, rewards in zip(branched, branches, strict=True)]
+    metrics = {
+        "trees/count": float(sum(bool(t.branches) for f in forests for t in f.trees)),
+        "trees/leaves": float(sum(1 + len(t.branches) for f in forests for t in f.trees)),
+        **solve_ratios("branches", branches),
+        **solve_ratios("both", both),
+    }
+    points = [b.point / len(t.trunk.rollout.ids) for f in forests for t in f.trees for b in t.branches]
+    if points:
+        metrics["branches/accuracy"] = float(np.mean([r for rewards in branches for r in rewards]))
+        metrics["branches/point_share"] = float(np.mean(points))
+    easy = [r for f, r in zip(branched, branches, strict=True) if all(t.trunk.reward > 0.5 for t in f.trees)]
+    if easy:
+        metrics["branches/easy_solve_all"] = float(np.mean([min(r) > 0.5 for r in easy]))
+    return metrics
+
+
+def generation_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Tokens drawn and their lengths, truncation, and the sampler's mean surprisal."""
+    lengths = [len(r.ids) for r in rollouts]
+    if not lengths:
+        return {}
+    return {
+        "generate/rollouts": float(len(lengths)),
+        "generate/tokens": float(sum(lengths)),
+        "generate/length": float(np.mean(lengths)),
+        "generate/truncated_share": float(np.mean([r.finish == "length" for r in rollouts])),
+        "generate/surprisal": float(-np.mean(np.concatenate([r.logprobs for r in rollouts]))),
+    }
+
+
+def sample_statistics(every: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, float]:
+    """How much of the train batch has signal: samples, tokens, and their shares. Paper: Fig. 6b, Table 3."""
+    signal = [s for s in every if s.has_signal]
+    tokens = sum(len(s.response) for s in every)
+    valid = sum(int(np.count_nonzero(s.advantages)) for s in signal)
+    return {
+        "train/samples": float(len(trained)),
+        "train/valid_samples": float(len(signal)),
+        "train/valid_share": len(signal) / max(len(every), 1),
+        "train/valid_tokens": float(valid),
+        "train/valid_token_share": valid / max(tokens, 1),
+        "train/response_tokens": float(sum(len(s.response) for s in trained)),
+    }

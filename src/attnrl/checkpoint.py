@@ -1,0 +1,63 @@
+"""The State on disk: one JSON file and one file of arrays, exact to the bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnrl.types import Group, Prompt, Rollout, Scores, State, Step, Trunk, Verdict
+
+ARRAYS = ("ids", "sampled", "logprobs", "entropy", "fci", "steps")
+SCALARS = ("batch_size", "iteration", "fci_sum", "fci_count", "stream", "rng", "generated_tokens")
+
+
+def save_state(path: Path, state: State) -> None:
+    """Write state.json and state.npz into the directory `path`."""
+    arrays: dict[str, NDArray[Any]] = {}
+    groups = []
+    for g, group in enumerate(state.waiting):
+        arrays[f"{g}/prompt"] = group.prompt.ids
+        trunks = []
+        for t, trunk in enumerate(group.trunks):
+            key = f"{g}/{t}"
+            arrays |= {
+                f"{key}/ids": trunk.rollout.ids,
+                f"{key}/sampled": trunk.rollout.logprobs,
+                f"{key}/logprobs": trunk.scores.logprobs,
+                f"{key}/entropy": trunk.scores.entropy,
+                f"{key}/fci": trunk.scores.fci,
+                f"{key}/steps": np.array([(s.start, s.stop, s.thinking) for s in trunk.steps], np.int32).reshape(-1, 3),
+            }
+            rollout = {"finish": trunk.rollout.finish, "version": trunk.rollout.version}
+            trunks.append({**rollout, "verdict": asdict(trunk.verdict)})
+        prompt = group.prompt
+        words = {"uid": prompt.uid, "answers": prompt.answers, "problem": prompt.problem, "source": prompt.source}
+        groups.append({"prompt": words, "trunks": trunks})
+    np.savez(path / "state.npz", **arrays)  # type: ignore[arg-type]
+    scalars = {name: getattr(state, name) for name in SCALARS}
+    (path / "state.json").write_text(json.dumps({**scalars, "waiting": groups}))
+
+
+def load_state(path: Path) -> State:
+    """The State that `save_state` wrote into `path`."""
+    values = json.loads((path / "state.json").read_text())
+    with np.load(path / "state.npz") as file:
+        arrays = dict(file)
+    waiting = []
+    for g, group in enumerate(values["waiting"]):
+        words = group["prompt"]
+        prompt = Prompt(**{**words, "answers": tuple(words["answers"])}, ids=arrays[f"{g}/prompt"])
+        trunks = []
+        for t, trunk in enumerate(group["trunks"]):
+            part = {name: arrays[f"{g}/{t}/{name}"] for name in ARRAYS}
+            rollout = Rollout(part["ids"], part["sampled"], trunk["finish"], trunk["version"])
+            steps = tuple(Step(a, b, thinking=bool(c)) for a, b, c in part["steps"].tolist())
+            scores = Scores(part["logprobs"], part["entropy"], part["fci"])
+            trunks.append(Trunk(rollout, Verdict(**trunk["verdict"]), steps, scores))
+        waiting.append(Group(prompt, tuple(trunks)))
+    return State(**{name: values[name] for name in SCALARS}, waiting=tuple(waiting))

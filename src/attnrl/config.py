@@ -1,0 +1,340 @@
+"""The whole configuration: frozen, typed, ranges on fields; defaults < TOML < flags.
+
+A preset is a sparse TOML file: it holds only what differs from the defaults below, or from the preset it names as
+`base`. Unknown keys and values out of range raise ConfigError, which names the key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from attnrl.errors import ConfigError, MissingFileError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+    """Directory or hub name of a Hugging Face decoder-only model; "demo" is the tiny model shipped with attnrl."""
+    device: str = "auto"
+    """auto (CUDA where there is one), cpu, cuda."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights of the policy; optimizer state is float32 always. auto: bfloat16 on CUDA, float32 on CPU."""
+    lora_rank: int = Field(0, ge=0)
+    """Rank of LoRA adapters; 0 trains full weights."""
+    lora_alpha: float = Field(32.0, gt=0)
+    """Scale of LoRA adapters."""
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Linear layers that get LoRA adapters."""
+
+
+class TaskConfig(Section):
+    """Made-up dependency-graph tasks; used where data.train or evaluation.benchmarks names "tasks"."""
+
+    operations: tuple[int, int] = (2, 8)
+    """Fewest and most operations the asked quantity needs."""
+    distractors: tuple[int, int] = (0, 2)
+    """Fewest and most quantities that are not needed."""
+    modulus: int | None = Field(11, ge=2)
+    """Counts wrap at this number, so that small models can learn single steps."""
+    checks: bool = True
+    """Whether solutions check some of their steps."""
+    seed: int = 0
+    """Seed of the generator; train and test are disjoint for any two seeds."""
+
+
+class DataConfig(Section):
+    """Prompts."""
+
+    train: tuple[str, ...] = ("agentica-org/DeepScaleR-Preview-Dataset",)
+    """Files (parquet, json, jsonl, .gz), hub names, or "tasks"."""
+    train_tasks: int = Field(20_000, ge=1)
+    """How many made-up tasks to train on, where train names "tasks"."""
+    template: str = "{problem} Let's think step by step and output the final answer within \\boxed{}."
+    """Text around a problem, before the model's chat template. Paper: Table 5."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longer prompts are left out, and counted."""
+    decontaminate: tuple[str, ...] = ()
+    """Benchmarks whose problems are dropped from the training set."""
+    directory: str | None = None
+    """Folder with eval/*.parquet; by default the environment variable ATTNRL_DATA, then the hub."""
+    tasks: TaskConfig = TaskConfig()
+
+
+class SamplingConfig(Section):
+    """How responses are drawn in training."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Softmax temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus; 1 switches it off."""
+    top_k: int = Field(0, ge=0)
+    """0 switches it off."""
+    max_response_tokens: int = Field(8192, ge=1)
+    """Response limit, tokens; a branch may use what its prefix left of it."""
+    rows: int = Field(256, ge=1)
+    """Responses drawn at the same time."""
+
+
+class AlgoConfig(Section):
+    """The algorithm: parts by name, and their knobs."""
+
+    schedule: Literal["one_step_off_policy", "on_policy"] = "one_step_off_policy"
+    """One generation call an iteration (Sec. 3.3), or trunks, then branches, then update."""
+    prompts: int = Field(64, ge=1)
+    """Prompts of the first batch, and the target train batch in prompts."""
+    group: int = Field(6, ge=1)
+    """Trunks per prompt, G."""
+    segmenter: str = "blank_lines"
+    """How responses become steps: blank_lines, lines, sentences, every_n_tokens, or package.module:function."""
+    segmenter_options: dict[str, Any] = {}
+    """Keyword options of the segmenter."""
+    delta: int = Field(4, ge=1)
+    """Steps between a step and the text whose attention counts, Delta of Eq. 5."""
+    key_reduce: Literal["mean", "sum"] = "mean"
+    """Over the tokens of the step attended to."""
+    mode: Literal["paper", "released"] = "paper"
+    """Whether steps that cannot branch are left out of quantile and mean FCI, or count as zeros."""
+    rule: str = "fci"
+    """Where to branch: fci, surprisal, entropy, random_steps, uniform, every_step, fixed_segments, low_probability,
+    none, or package.module:function."""
+    rule_options: dict[str, Any] = {}
+    """Keyword options of the rule."""
+    points: int = Field(2, ge=1)
+    """Branch points per tree, N."""
+    width: int = Field(2, ge=1)
+    """New branches per point."""
+    top_fraction: float = Field(0.2, gt=0, le=1)
+    """Share of steps that are candidates, rho of Eq. 7."""
+    min_gap_tokens: int = Field(0, ge=0)
+    """Smallest distance of branch points from the start and each other, tokens."""
+    filter: Literal["none", "easy", "all"] = "easy"
+    """Prompts the attention filter looks at (Eq. 8): none, those with all trunks right, every one."""
+    budget: str = "difficulty"
+    """Trees per prompt (Eq. 9): difficulty, all, or package.module:function."""
+    budget_options: dict[str, Any] = {}
+    """Keyword options of the budget rule."""
+    adaptive_batch: bool = True
+    """Follow Eq. 10; otherwise every batch has `prompts` prompts."""
+    history: float = Field(0.9, ge=0, lt=1)
+    """Weight of the last batch size, lambda of Eq. 10."""
+    max_prompts: int = Field(256, ge=1)
+    """Upper bound of the batch size, prompts."""
+    estimator: str = "tree"
+    """Advantages: tree (Eq. 3), grpo, treerl, edge, treepo, tree_grpo, chain, or package.module:function."""
+    estimator_options: dict[str, Any] = {}
+    """Keyword options of the estimator."""
+    drop: Literal["samples", "prompts", "none"] = "samples"
+    """What is left out of the update for want of signal."""
+    grade_truncated: bool = False
+    """Grade responses cut off by the length limit; otherwise they count as wrong."""
+
+
+class UpdateConfig(Section):
+    """The policy update, Eq. 1."""
+
+    lr: float = Field(1e-6, gt=0)
+    """Learning rate of AdamW."""
+    lr_warmup_updates: int = Field(0, ge=0)
+    """Updates of linear warm-up; constant after that."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's averages."""
+    weight_decay: float = Field(0.01, ge=0)
+    """AdamW's weight decay."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """Ratio is clipped at 1 - clip_low."""
+    clip_high: float = Field(0.28, gt=0)
+    """Ratio is clipped at 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of the loss for negative advantages; None: none."""
+    importance_cap: float | None = Field(None, gt=0)
+    """Truncated importance weight for the gap between sampler and learner; None: none."""
+    kl_weight: float = Field(0.001, ge=0)
+    """Weight of the k3 KL to the frozen start policy; 0 keeps no reference in memory."""
+    entropy_weight: float = 0.0
+    """Weight of the entropy bonus."""
+    minibatch_prompts: int | None = Field(32, ge=1)
+    """Prompts per optimizer step."""
+    minibatch_samples: int | None = Field(None, ge=1)
+    """Samples per optimizer step, instead of prompts."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the samples of an iteration."""
+    microbatch_tokens: int = Field(16_384, ge=1)
+    """Packed tokens per forward and backward; does not change the result."""
+    logit_chunk_tokens: int = Field(2048, ge=1)
+    """Tokens whose logits are in memory at a time; does not change the result."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this global norm."""
+    max_bad_updates: int = Field(5, ge=1)
+    """Updates with a non-finite gradient are skipped; so many in a row stop the run."""
+
+
+class VerifyConfig(Section):
+    """The verifier."""
+
+    workers: int | None = Field(None, ge=1)
+    """Worker processes; None: one per core, at most 8."""
+    timeout_s: float = Field(5.0, gt=0)
+    """Wall limit of one answer, seconds."""
+    memory_mb: int = Field(2048, ge=256)
+    """Memory limit of one worker, MB."""
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation during training."""
+
+    every: int = Field(0, ge=0)
+    """Evaluate every so many iterations, and before the first and after the last; 0: never."""
+    benchmarks: tuple[str, ...] = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiad")
+    """Names of benchmarks, files, or "tasks"."""
+    tasks: int = Field(256, ge=1)
+    """How many held-out made-up tasks, where benchmarks names "tasks"."""
+    samples: int | None = Field(None, ge=1)
+    """Responses per problem; None: each benchmark's own number."""
+    temperature: float = Field(0.6, ge=0)
+    """Softmax temperature; 0 is greedy."""
+    top_p: float = Field(0.95, gt=0, le=1)
+    """Nucleus."""
+    max_response_tokens: int = Field(32_768, ge=1)
+    """Response limit, tokens."""
+    ks: tuple[int, ...] = (1,)
+    """The k of pass@k; at most `samples`."""
+
+
+class RunConfig(Section):
+    """The run."""
+
+    iterations: int = Field(500, ge=1)
+    """Iterations of the loop."""
+    seed: int = Field(0, ge=0)
+    """Seed of everything that is random."""
+    generated_tokens: int | None = Field(None, ge=1)
+    """Stop once so many tokens were generated, for comparisons at equal cost; None: no limit."""
+    checkpoint_every: int = Field(10, ge=1)
+    """Write a checkpoint every so many iterations, and at the end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Older checkpoints are deleted."""
+    save_rollouts_every: int = Field(1, ge=0)
+    """Write forests to parquet every so many iterations; 0: never."""
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Trackers that mirror metrics.jsonl."""
+
+
+class Config(Section):
+    """All of a run."""
+
+    about: str = ""
+    """What the preset is, in one line."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    algo: AlgoConfig = AlgoConfig()
+    update: UpdateConfig = UpdateConfig()
+    verify: VerifyConfig = VerifyConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    run: RunConfig = RunConfig()
+
+
+def presets() -> dict[str, str]:
+    """Name and one-line description of every preset that comes with attnrl."""
+    files = {p.name.removesuffix(".toml"): p for p in resources.files("attnrl.presets").iterdir() if ".toml" in p.name}
+    return {name: str(tomllib.loads(files[name].read_text("utf-8")).get("about", "")) for name in sorted(files)}
+
+
+def load_config(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The resolved config of a preset (by name, or by path of a TOML file) with dotted overrides on top.
+
+    >>> load_config("attnrl_1p5b", {"algo.points": 3}).algo.points
+    3
+    """
+    values = read_preset(preset)
+    for key, value in (overrides or {}).items():
+        _put(values, key, value)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, preset)) from None
+
+
+def read_preset(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The values of a preset, those of its `base` underneath."""
+    if name in above:
+        raise ConfigError(f"preset {name!r} is its own base, by way of {' -> '.join(above)}")
+    text = _preset_text(name)
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: not valid TOML: {error}") from None
+    base = values.pop("base", None)
+    return values if base is None else _merge(read_preset(str(base), (*above, name)), values)
+
+
+def _preset_text(name: str) -> str:
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise MissingFileError(f"config file {name} does not exist")
+        return path.read_text("utf-8")
+    file = resources.files("attnrl.presets") / f"{name}.toml"
+    if not file.is_file():
+        near = difflib.get_close_matches(name, presets(), n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"no preset {name!r}; {hint}`attnrl presets` lists them, a path must end in .toml")
+    return file.read_text("utf-8")
+
+
+def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` on top of `under`, section by section; option tables are replaced whole."""
+    merged = dict(under)
+    for key, value in over.items():
+        deep = isinstance(value, dict) and isinstance(merged.get(key), dict) and not key.endswith("_options")
+        merged[key] = _merge(merged[key], value) if deep else value
+    return merged
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested tables."""
+    *path, last = key.split(".")
+    for name in path:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{key}: {name} is a value, not a section")
+    values[last] = value
+
+
+def explain(error: ValidationError, where: str) -> str:
+    """Every mistake of a validation as `key: what is wrong`, with the nearest known key for a wrong one."""
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, keys(), n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; `attnrl config --help` lists the keys"
+            lines.append(f"unknown key {key}{hint}")
+        else:
+            lines.append(f"{key}: {item['msg'].lower()}, got {item['input']!r}")
+    return f"{where}: " + "\n  ".join(lines)
+
+
+def keys(section: type[BaseModel] = Config, prefix: str = "") -> dict[str, str]:
+    """Every dotted key with its line of documentation."""
+    found: dict[str, str] = {}
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= keys(field.annotation, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = " ".join((field.description or "").split())
+    return found

@@ -1,0 +1,1 @@
+"""Presets: sparse TOML files, listed by `attnrl presets`."""

@@ -1,0 +1,247 @@
+"""The run directory: the interface between training and everything that reads it.
+
+    config.json                the resolved config
+    environment.json           versions, commit, machine
+    metrics.jsonl              one object an iteration
+    forests/000001.parquet     every rollout of an iteration
+    checkpoints/000010/        model, optimizer and state, written whole or not at all
+
+A checkpoint holds all that the next iteration needs. Resuming drops what was recorded after it, so that a run that was
+killed and resumed leaves the same record as one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from attnrl.backend import Backend
+from attnrl.checkpoint import load_state, save_state
+from attnrl.errors import ConfigError
+from attnrl.types import Forest, Ids, State
+
+PACKAGES = ("attnrl", "torch", "transformers", "numpy", "math-verify", "triton", "vllm", "verl")
+MAY_CHANGE = ("about", "run.iterations", "run.generated_tokens", "run.checkpoint_every", "run.keep_checkpoints")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run directory, open for writing."""
+
+    path: Path
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Finished checkpoints, oldest first."""
+        return sorted(p for p in (self.path / "checkpoints").glob("[0-9]*") if p.is_dir())
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Append one iteration's metrics, durably."""
+        with self.metrics_file.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def save_forests(self, iteration: int, forests: Sequence[Forest], decode: Callable[[Ids], str]) -> None:
+        """Write every rollout of an iteration to parquet, one row each."""
+        target = self.path / "forests" / f"{iteration:06d}.parquet"
+        unfinished = target.with_suffix(".tmp")
+        pq.write_table(forest_table(iteration, forests, decode), unfinished, compression="zstd")
+        unfinished.replace(target)
+
+    def checkpoint(self, state: State, backend: Backend, keep: int) -> Path:
+        """Write a checkpoint atomically and delete all but the newest `keep`."""
+        target = self.path / "checkpoints" / f"{state.iteration:06d}"
+        unfinished = target.with_name(f".unfinished-{target.name}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        backend.save(unfinished)
+        save_state(unfinished, state)
+        _sync(unfinished)
+        if target.exists():  # the same iteration, written before a kill that came before its metrics
+            shutil.rmtree(target)
+        unfinished.rename(target)
+        _sync(target.parent)
+        for old in self.checkpoints[:-keep]:
+            shutil.rmtree(old)
+        return target
+
+    def resume(self, backend: Backend) -> State | None:
+        """The state of the newest checkpoint, loaded into the backend; None where there is none yet.
+
+        What was recorded after that checkpoint is dropped: it will be recorded again.
+        """
+        for leftover in (self.path / "checkpoints").glob(".unfinished-*"):
+            shutil.rmtree(leftover)
+        newest = self.checkpoints[-1] if self.checkpoints else None
+        state = None
+        if newest is not None:
+            backend.load(newest)
+            state = load_state(newest)
+        self._forget_after(state.iteration if state is not None else -1)
+        return state
+
+    def _forget_after(self, iteration: int) -> None:
+        if self.metrics_file.exists():
+            kept = [m for m in read_metrics(self.path) if m["iteration"] <= iteration]
+            unfinished = self.metrics_file.with_suffix(".tmp")
+            unfinished.write_text("".join(json.dumps(m) + "\n" for m in kept))
+            unfinished.replace(self.metrics_file)
+        for file in (self.path / "forests").glob("*.parquet"):
+            if int(file.stem) > iteration:
+                file.unlink()
+
+
+def open_run(path: Path, config: dict[str, Any], *, resume: bool) -> Run:
+    """A run directory, new or to be resumed; a directory in use by another run is refused."""
+    written = path / "config.json"
+    if written.exists():
+        if not resume:
+            raise ConfigError(f"--run-dir {path} already holds a run; add --resume to continue it, or choose another")
+        changed = [k for k in _differences(json.loads(written.read_text()), config) if k not in MAY_CHANGE]
+        if changed:
+            raise ConfigError(f"--run-dir {path} was started with other values of: {', '.join(changed)}")
+    elif path.exists() and any(path.iterdir()):
+        raise ConfigError(f"--run-dir {path} is not empty and holds no run; choose another")
+    for folder in ("checkpoints", "forests"):
+        (path / folder).mkdir(parents=True, exist_ok=True)
+    (path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+    unfinished = written.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(config, indent=2) + "\n")
+    unfinished.replace(written)
+    return Run(path)
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The metrics of a run directory, one dict an iteration; a last line torn by a kill is left out."""
+    lines = (path / "metrics.jsonl").read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def environment() -> dict[str, Any]:
+    """Versions, commit and machine: what a reader needs to run it again."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "versions": versions,
+        "python": sys.version.split()[0],
+        "commit": _git("rev-parse", "HEAD"),
+        "changed": bool(_git("status", "--porcelain")),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "command": sys.argv,
+    }
+
+
+def forest_table(iteration: int, forests: Sequence[Forest], decode: Callable[[Ids], str]) -> pa.Table:
+    """One row per rollout: who drew it from where, what it says, how it was judged; steps and FCI for trunks."""
+    rows = []
+    for forest in forests:
+        for number, tree in enumerate(forest.trees):
+            trunk = tree.trunk
+            shared = {
+                "iteration": iteration,
+                "uid": forest.prompt.uid,
+                "problem": forest.prompt.problem,
+                "answers": list(forest.prompt.answers),
+                "tree": number,
+            }
+            steps = {
+                "step_starts": [s.start for s in trunk.steps],
+                "step_texts": [decode(trunk.rollout.ids[s.start : s.stop]) for s in trunk.steps],
+                "fci": trunk.scores.fci.tolist(),
+                "entropy": trunk.scores.entropy.tolist(),
+            }
+            leaves = [(0, trunk.rollout, trunk.verdict), *((b.point, b.rollout, b.verdict) for b in tree.branches)]
+            for point, rollout, verdict in leaves:
+                is_trunk = rollout is trunk.rollout
+                rows.append(
+                    {
+                        **shared,
+                        "kind": "trunk" if is_trunk else "branch",
+                        "point": point,
+                        "text": decode(rollout.ids),
+                        "ids": rollout.ids,
+                        "logprobs": rollout.logprobs,
+                        "finish": rollout.finish,
+                        "version": rollout.version,
+                        "reward": verdict.reward,
+                        "rule": verdict.rule,
+                        "answer": verdict.answer,
+                        **(steps if is_trunk else dict.fromkeys(steps)),
+                    }
+                )
+    return pa.Table.from_pylist(rows, schema=FOREST_SCHEMA)
+
+
+FOREST_SCHEMA = pa.schema(
+    [
+        ("iteration", pa.int32()),
+        ("uid", pa.string()),
+        ("problem", pa.string()),
+        ("answers", pa.list_(pa.string())),
+        ("tree", pa.int32()),
+        ("kind", pa.string()),
+        ("point", pa.int32()),
+        ("text", pa.string()),
+        ("ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("finish", pa.string()),
+        ("version", pa.int32()),
+        ("reward", pa.float32()),
+        ("rule", pa.string()),
+        ("answer", pa.string()),
+        ("step_starts", pa.list_(pa.int32())),
+        ("step_texts", pa.list_(pa.string())),
+        ("fci", pa.list_(pa.float32())),
+        ("entropy", pa.list_(pa.float32())),
+    ]
+)
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys in which two configs differ."""
+    found = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(f"{prefix}{key}")
+    return found
+
+
+def _git(*args: str) -> str | None:
+    """Output of git in the folder of this package, None outside a checkout."""
+    here = Path(__file__).parent
+    answer = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def _sync(folder: Path) -> None:
+    """Flush a folder and the files under it to disk."""
+    for path in [folder, *folder.rglob("*")]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
