@@ -1,0 +1,307 @@
+"""The policy update (Eq. 1): minibatches, packed microbatches, one optimizer step each.
+
+Shapes: N loss tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnrl.errors import ConfigError, TrainingError
+from attnrl.local.logprobs import pack_logprobs, packed_hidden, token_logprobs
+from attnrl.local.losses import LossOptions, LossSums, loss_sums
+from attnrl.local.models import is_lora, plain, without_adapters
+from attnrl.local.optimizer import MasterAdamW
+from attnrl.local.packing import Pack, fill_bins, input_length, pack, plan_minibatches
+from attnrl.types import Sample
+
+Progress = Callable[[int, int], None]  # minibatches done, minibatches of this call
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerOptions:
+    """How the policy is updated; defaults are the paper's."""
+
+    loss: LossOptions = field(default_factory=LossOptions)
+    lr: float = 1e-6
+    warmup_updates: int = 0  # updates over which the learning rate rises linearly, then constant
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01  # on matrices only
+    clip_norm: float | None = 1.0  # global gradient norm; None: no clipping
+    minibatch_prompts: int | None = 32  # prompts per update; None: all at once
+    minibatch_samples: int | None = None  # samples per update, instead of prompts (released code: 192)
+    microbatch_tokens: int = 16384  # tokens per forward; a longer sample gets a forward of its own
+    pad_multiple: int = 1  # microbatches are filled up to a multiple of this many tokens
+    logit_chunk: int | None = None  # tokens whose logits are held at once; None: by vocabulary, 512 MiB
+    gradient_checkpointing: bool = False  # run layers again in backward instead of keeping activations
+    temperature: float = 1.0  # of the sampler: log-probs are those of the distribution drawn from
+    max_skipped: int = 5  # non-finite updates in a row before training stops
+    seed: int = 0  # of the order of samples
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "microbatch_tokens", "pad_multiple", "temperature", "max_skipped"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}")
+        for name in ("minibatch_prompts", "minibatch_samples", "logit_chunk", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be greater than 0 or None, not {value}")
+
+
+class Learner:
+    """One policy, its frozen reference and its optimizer. `update` is one pass over the samples."""
+
+    def __init__(self, model: Any, reference: Any | None = None, *, options: LearnerOptions | None = None) -> None:
+        """`reference`: a frozen model of the same vocabulary. It is not needed with a KL weight of 0, nor for a LoRA
+        policy, whose reference is the base without adapters."""
+        self.options = options or LearnerOptions()
+        self.model = model
+        self.reference = reference
+        if self.options.loss.kl_weight > 0 and reference is None and not is_lora(model):
+            raise ConfigError("kl_weight is above 0 but there is no reference model; pass one or set kl_weight = 0")
+        self.device = next(model.parameters()).device
+        if self.options.gradient_checkpointing:
+            hf = plain(model)
+            hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.optimizer = MasterAdamW(
+            model.parameters(),
+            betas=self.options.betas,
+            eps=self.options.eps,
+            weight_decay=self.options.weight_decay,
+            clip_norm=self.options.clip_norm,
+        )
+        self.updates = 0  # optimizer steps made
+        self.skipped = 0  # updates left out for a non-finite loss or gradient, in all
+        self.skipped_in_a_row = 0
+
+    def update(self, samples: Sequence[Sample], *, version: int, progress: Progress | None = None) -> dict[str, float]:
+        """One pass over the samples; the metrics of `UpdateMetrics`.
+
+        The order of the samples depends on (seed, version) alone, so a resumed run repeats it.
+
+        Paper: Eq. 1.
+        """
+        rows = [i for i, sample in enumerate(samples) if input_length(sample) > 0]
+        rng = np.random.default_rng([self.options.seed, version])
+        plan = plan_minibatches(
+            [samples[i].uid for i in rows],
+            prompts=self.options.minibatch_prompts,
+            samples=self.options.minibatch_samples,
+            rng=rng,
+        )
+        minibatches = [self._packs(samples, [rows[i] for i in part]) for part in plan]
+        old = self._old_logprobs(samples, minibatches)
+        metrics = UpdateMetrics()
+        for done, packs in enumerate(minibatches, start=1):
+            self._minibatch(samples, packs, old, metrics)
+            if progress is not None:
+                progress(done, len(minibatches))
+        return metrics.summary(lr=self.learning_rate(), samples=len(rows))
+
+    def learning_rate(self) -> float:
+        """Of the next update: constant after a linear rise."""
+        warmup = self.options.warmup_updates
+        return self.options.lr * min(1.0, (self.updates + 1) / warmup) if warmup else self.options.lr
+
+    def accumulate(self, samples: Sequence[Sample], packs: Sequence[Sequence[int]]) -> UpdateMetrics:
+        """Gradients of one minibatch given as microbatches of sample indices, left in the optimizer's masters.
+
+        Each microbatch adds its token sum over the loss tokens of the whole minibatch, so neither the cut into
+        microbatches nor their order matters.
+        """
+        metrics = UpdateMetrics()
+        self._accumulate(samples, packs, {}, metrics)
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        counters = {"updates": self.updates, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        return {"optimizer": self.optimizer.state_dict(), **counters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.updates = state["updates"]
+        self.skipped = state["skipped"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+
+    def _packs(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[list[int]]:
+        bins = fill_bins([input_length(samples[i]) for i in rows], self.options.microbatch_tokens)
+        return [[rows[i] for i in part] for part in bins]
+
+    def _pack(self, samples: Sequence[Sample], rows: Sequence[int]) -> Pack:
+        return pack(samples, rows, self.device, multiple=self.options.pad_multiple)
+
+    def _logprobs(self, model: Any, microbatch: Pack) -> Tensor:
+        chunk = self.options.logit_chunk
+        return pack_logprobs(model, microbatch, temperature=self.options.temperature, chunk=chunk)
+
+    def _old_logprobs(self, samples: Sequence[Sample], minibatches: list[list[list[int]]]) -> dict[int, Tensor]:
+        """The learner's log-probs before the first step, by sample; empty unless importance weights need them."""
+        old: dict[int, Tensor] = {}
+        if self.options.loss.importance_cap is None:
+            return old
+        for rows in (rows for packs in minibatches for rows in packs):
+            microbatch = self._pack(samples, rows)
+            parts = self._logprobs(self.model, microbatch).split(list(microbatch.counts))
+            old.update(zip(rows, parts, strict=True))
+        return old
+
+    def _reference_logprobs(self, microbatch: Pack) -> Tensor | None:
+        if self.options.loss.kl_weight == 0:
+            return None
+        if self.reference is not None:
+            return self._logprobs(self.reference, microbatch)
+        with without_adapters(self.model):
+            return self._logprobs(self.model, microbatch)
+
+    def _minibatch(
+        self, samples: Sequence[Sample], packs: list[list[int]], old: dict[int, Tensor], metrics: UpdateMetrics
+    ) -> None:
+        """One optimizer step, or none where loss or gradient is not finite."""
+        here = UpdateMetrics()
+        self._accumulate(samples, packs, old, here)
+        norm = self.optimizer.gradient_norm()
+        finite = bool(torch.isfinite(norm)) and math.isfinite(here.total("loss"))
+        if finite:
+            self.optimizer.step(self.learning_rate(), norm)
+            self.updates += 1
+            self.skipped_in_a_row = 0
+            metrics.add(here, norm.item())
+            return
+        self.optimizer.zero_grad()
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        metrics.skipped += 1
+        if self.skipped_in_a_row >= self.options.max_skipped:
+            raise TrainingError(
+                f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient norm; "
+                "resume from an earlier checkpoint with a lower lr or float32"
+            )
+
+    def _accumulate(
+        self, samples: Sequence[Sample], packs: Sequence[Sequence[int]], old: dict[int, Tensor], metrics: UpdateMetrics
+    ) -> None:
+        options = self.options
+        self.optimizer.zero_grad()
+        microbatches = [self._pack(samples, rows) for rows in packs]
+        tokens = sum(m.loss_tokens for m in microbatches)
+        mode = _training_mode(self.model) if options.gradient_checkpointing else nullcontext()
+        for microbatch in microbatches:
+            reference_N = self._reference_logprobs(microbatch)
+            old_N = torch.cat([old[row] for row in microbatch.rows]) if old else None
+            with mode, packed_hidden(self.model, microbatch) as hidden_TD:
+                new_N, entropy_N = token_logprobs(
+                    self.model,
+                    hidden_TD,
+                    microbatch,
+                    temperature=options.temperature,
+                    chunk=options.logit_chunk,
+                    entropy_gradient=options.loss.entropy_weight != 0,
+                )
+                sums = loss_sums(
+                    new_N,
+                    entropy_N,
+                    advantages_N=microbatch.advantages_N,
+                    behaviour_N=microbatch.behaviour_N,
+                    options=options.loss,
+                    reference_N=reference_N,
+                    old_N=old_N,
+                )
+                (sums.loss / tokens).backward()
+            metrics.add_microbatch(sums, microbatch)
+
+
+class _training_mode:
+    """The model in train mode while open: transformers checkpoints layers only then. Dropout stays off (p = 0)."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.model.train()
+
+    def __exit__(self, *_: object) -> None:
+        self.model.eval()
+
+
+class UpdateMetrics:
+    """What one call of `Learner.update` reports.
+
+    policy/loss                mean over loss tokens of everything in Eq. 1 (and the entropy bonus)
+    policy/surrogate           mean of the clipped surrogate alone
+    policy/kl                  mean k3 KL to the frozen reference; 0 without one
+    policy/behaviour_kl        mean k3 KL between the policy that drew the tokens and the learner
+    policy/entropy             mean entropy of the next-token distribution, nats
+    policy/clip_fraction       share of loss tokens whose ratio was clipped, either side
+    policy/clip_high, _low     the two sides: positive advantage over 1 + clip_high, negative under 1 - clip_low
+    policy/dual_clip           share of loss tokens held by the dual clip
+    policy/importance_weight   mean truncated importance weight; 1 when off
+    policy/ratio_max           largest probability ratio of a token
+    policy/grad_norm           mean over updates of the gradient norm before clipping
+    policy/lr                  learning rate of the next update
+    policy/updates             optimizer steps made in this call
+    policy/skipped_updates     updates left out for a non-finite loss or gradient norm
+    train/samples              samples used
+    train/tokens               tokens that carried loss
+    train/forward_tokens       tokens the model read, prompts and filling included
+    train/microbatches         forward-backward passes
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.ratio_max: Tensor | None = None
+        self.norms: list[float] = []
+        self.skipped = 0
+        self.tokens = 0
+        self.forward_tokens = 0
+        self.microbatches = 0
+
+    def add_microbatch(self, sums: LossSums, microbatch: Pack) -> None:
+        self._add_sums(sums.sums, sums.ratio_max)
+        self.tokens += microbatch.loss_tokens
+        self.forward_tokens += microbatch.tokens
+        self.microbatches += 1
+
+    def add(self, other: UpdateMetrics, norm: float) -> None:
+        """Take in the microbatches of one finished update."""
+        if other.ratio_max is not None:
+            self._add_sums(other.sums, other.ratio_max)
+        self.tokens += other.tokens
+        self.forward_tokens += other.forward_tokens
+        self.microbatches += other.microbatches
+        self.norms.append(norm)
+
+    def _add_sums(self, sums: dict[str, Tensor], ratio_max: Tensor) -> None:
+        for name, value in sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self.ratio_max = ratio_max if self.ratio_max is None else torch.maximum(self.ratio_max, ratio_max)
+
+    def total(self, name: str) -> float:
+        return float(self.sums[name]) if name in self.sums else 0.0
+
+    def summary(self, *, lr: float, samples: int) -> dict[str, float]:
+        """The metrics listed above, of all finished updates."""
+        names = ("loss", "surrogate", "kl", "behaviour_kl", "entropy", "clip_high", "clip_low", "dual_clip")
+        means = {f"policy/{name}": self.total(name) / max(1, self.tokens) for name in names}
+        return {
+            **means,
+            "policy/clip_fraction": means["policy/clip_high"] + means["policy/clip_low"],
+            "policy/importance_weight": self.total("importance_weight") / self.tokens if self.tokens else 1.0,
+            "policy/ratio_max": float(self.ratio_max) if self.ratio_max is not None else 1.0,
+            "policy/grad_norm": float(np.mean(self.norms)) if self.norms else 0.0,
+            "policy/lr": lr,
+            "policy/updates": float(len(self.norms)),
+            "policy/skipped_updates": float(self.skipped),
+            "train/samples": float(samples),
+            "train/tokens": float(self.tokens),
+            "train/forward_tokens": float(self.forward_tokens),
+            "train/microbatches": float(self.microbatches),
+        }

@@ -1,0 +1,77 @@
+"""Log-probs of packed tokens without a full logits tensor.
+
+Shapes: T tokens of a pack, N tokens whose log-prob is wanted, C tokens of a chunk, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnrl.local.models import head_logits, plain
+from attnrl.local.packing import Pack
+from attnrl.scoring.packed import packed_attention
+
+CHUNK_ELEMENTS = 2**27  # of float32 logits held at once when no chunk size is given: 512 MiB
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Tokens whose logits are held at once by default; at least 64."""
+    return max(64, CHUNK_ELEMENTS // vocabulary)
+
+
+@contextmanager
+def packed_hidden(model: Any, pack: Pack) -> Iterator[Tensor]:
+    """Last hidden states of a pack, each sequence seeing only itself. [T, D]
+
+    A context, because gradient checkpointing runs the layers again during `backward`: call it inside.
+    """
+    hf = plain(model)
+    with packed_attention(hf, pack.lengths):
+        out = hf.base_model(input_ids=pack.ids_T[None], position_ids=pack.positions_T[None], use_cache=False)
+        yield out.last_hidden_state[0]
+
+
+def token_logprobs(
+    model: Any,
+    hidden_TD: Tensor,
+    pack: Pack,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the loss tokens at the sampling temperature, and entropies of their distributions. ([N], [N])
+
+    The head runs over `chunk` tokens at a time and again in `backward`, so that at most one chunk of logits exists.
+    """
+    hidden_ND = hidden_TD[pack.source_N]
+    size = chunk or chunk_tokens(plain(model).get_output_embeddings().weight.shape[0])
+
+    def head(hidden_CD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        logits_CV = head_logits(model, hidden_CD) / temperature
+        lse_C = logits_CV.logsumexp(-1)
+        logprobs_C = logits_CV.gather(-1, targets_C[:, None])[:, 0] - lse_C
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            probabilities_CV = (logits_CV - lse_C[:, None]).exp()
+            entropy_C = lse_C - (probabilities_CV * logits_CV).sum(-1)
+        return logprobs_C, entropy_C
+
+    parts = list(zip(hidden_ND.split(size), pack.targets_N.split(size), strict=True))
+    recompute = torch.is_grad_enabled() and len(parts) > 1
+    if recompute:
+        results = [checkpoint(head, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
+    else:
+        results = [head(h, t) for h, t in parts]
+    return torch.cat([r[0] for r in results]), torch.cat([r[1] for r in results])
+
+
+def pack_logprobs(model: Any, pack: Pack, *, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
+    """Log-probs of the loss tokens of a pack, without gradient. [N]"""
+    with torch.no_grad(), packed_hidden(model, pack) as hidden_TD:
+        return token_logprobs(model, hidden_TD, pack, temperature=temperature, chunk=chunk)[0]

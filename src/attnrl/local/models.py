@@ -1,0 +1,159 @@
+"""Loading and taking apart Hugging Face decoder-only models.
+
+Shapes: N tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOptions:
+    """Low-rank adapters instead of full weights (extra `lora`)."""
+
+    rank: int = 16
+    alpha: int = 32
+    targets: tuple[str, ...] | str = "all-linear"  # module names, or all linear layers of the body
+
+
+def pick_device(device: str = "auto") -> torch.device:
+    """The device of that name; "auto" is the CUDA device where there is one, else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        picked = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f'device must be "auto", "cpu" or "cuda[:n]", not {device!r}') from error
+    if picked.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {device!r} but this machine has no CUDA device; use --device cpu")
+    return picked
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype of that name; "auto" is bfloat16 on CUDA, float32 elsewhere."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, not {dtype!r}")
+    return DTYPES[dtype]
+
+
+def check_model_path(name_or_path: str | Path) -> str:
+    """The name as a string; raises when it is a local path without a model in it. Loads nothing."""
+    name = os.path.expanduser(str(name_or_path))
+    if Path(name).is_dir():
+        if not Path(name, "config.json").is_file():
+            raise MissingFileError(f"{name} holds no config.json: a Hugging Face model directory is needed")
+        return name
+    looks_local = name.startswith((".", "/")) or name.count("/") != 1 or isinstance(name_or_path, Path)
+    if looks_local:
+        raise MissingFileError(
+            f"no model directory {name}; give a Hugging Face model directory or a hub name owner/model"
+        )
+    return name
+
+
+def load_model(name_or_path: str | Path, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any]:
+    """(model, tokenizer) by directory or hub name, on the device, in eval mode and without dropout.
+
+    dtype: "auto" (bfloat16 on CUDA, float32 elsewhere), "float32", "bfloat16".
+    """
+    name = check_model_path(name_or_path)
+    target = pick_device(device)
+    torch_dtype = pick_dtype(dtype, target)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+        if hasattr(config, "attention_dropout"):
+            config.attention_dropout = 0.0
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch_dtype, attn_implementation="sdpa")
+    except OSError as error:
+        raise MissingFileError(f"cannot load model {name!r}: {error}") from error
+    return prepare_model(model.to(target)), tokenizer
+
+
+def prepare_model(model: Any) -> Any:
+    """The model in eval mode with every dropout off: sampler, scorer and learner must see one distribution."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    return model.eval()
+
+
+def add_lora(model: Any, options: LoraOptions) -> Any:
+    """The model wrapped by peft: frozen base, trainable float32 adapters."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise MissingExtraError("LoRA needs peft: pip install 'attnrl[lora]'") from error
+    targets = options.targets if isinstance(options.targets, str) else list(options.targets)
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=0.0,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    # adapters share the model's dtype: the optimizer keeps its own float32 copy of them
+    return prepare_model(get_peft_model(model, config, autocast_adapter_dtype=False))
+
+
+def is_lora(model: Any) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def plain(model: Any) -> Any:
+    """The Hugging Face model itself; adapters, where there are any, stay active inside it."""
+    return model.get_base_model() if is_lora(model) else model
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """The base model while the context is open: the frozen reference of a LoRA policy."""
+    with model.disable_adapter():
+        yield
+
+
+def head_logits(model: Any, hidden_ND: Tensor) -> Tensor:
+    """Next-token logits of hidden states in float32, with the model's own scaling and soft cap. [N, V]"""
+    hf = plain(model)
+    logits_NV = hf.get_output_embeddings()(hidden_ND)
+    config = hf.config.get_text_config()
+    if scale := getattr(config, "logit_scale", None):
+        logits_NV = logits_NV * scale
+    if scale := getattr(config, "logits_scaling", None):
+        logits_NV = logits_NV / scale
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits_NV = torch.tanh(logits_NV / cap) * cap
+    return logits_NV.float()
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's end token and those of the model's generation config."""
+    found: set[int] = set()
+    generation = getattr(plain(model), "generation_config", None)
+    for source in (getattr(generation, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
+        if isinstance(source, int):
+            found.add(source)
+        elif source is not None:
+            found.update(int(i) for i in source)
+    if not found:
+        raise ConfigError("the tokenizer has no end token and the generation config names none: responses cannot end")
+    return tuple(sorted(found))

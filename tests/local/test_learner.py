@@ -1,0 +1,257 @@
+"""The update does not depend on how it is cut, and equals a naive loop over samples and tokens."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from attnrl.errors import ConfigError, TrainingError
+from attnrl.local.learner import Learner, LearnerOptions
+from attnrl.local.losses import LossOptions
+from attnrl.local.models import LoraOptions, add_lora, prepare_model
+from attnrl.types import Sample, as_floats, as_ids
+
+VOCABULARY = 37
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+KINDS: dict[str, Any] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+}
+
+
+def tiny(kind: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    config, model, extra = KINDS[kind]
+    torch.manual_seed(seed)
+    made = model(config(**SHAPE, **extra)).to(dtype)
+    with torch.no_grad():  # far from the uniform start, so that ratios and KL are not near 0
+        for parameter in made.parameters():
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
+    return prepare_model(made)
+
+
+def batch(count: int = 9, seed: int = 0, prompts: int = 3) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(count):
+        p, t = int(rng.integers(2, 9)), int(rng.integers(3, 20))
+        mask = rng.random(t) < 0.7 if i % 3 == 1 else None
+        samples.append(
+            Sample(
+                prompt=as_ids(rng.integers(0, VOCABULARY, p)),
+                response=as_ids(rng.integers(0, VOCABULARY, t)),
+                advantages=as_floats(rng.normal(size=t)),
+                logprobs=as_floats(-4 + rng.normal(size=t)),
+                uid=str(i % prompts),
+                mask=mask,
+            )
+        )
+    return samples
+
+
+def naive_gradients(model: Any, reference: Any, samples: list[Sample], o: LossOptions, temperature: float) -> Any:
+    """Loss and gradients from the model's own forward, sample by sample and token by token, no packing."""
+    model.zero_grad()
+    terms: list[torch.Tensor] = []
+    for s in samples:
+        ids = torch.tensor(np.concatenate([s.prompt, s.response])[None].astype(np.int64))
+        new = torch.log_softmax(model(ids).logits[0].float() / temperature, -1)
+        with torch.no_grad():
+            ref = torch.log_softmax(reference(ids).logits[0].float() / temperature, -1)
+        for t in range(len(s.response)):
+            if s.mask is not None and not s.mask[t]:
+                continue
+            at, token = len(s.prompt) + t - 1, int(s.response[t])
+            ratio = torch.exp(new[at, token] - float(s.logprobs[t]))
+            a = float(s.advantages[t])
+            gain = torch.min(ratio * a, ratio.clamp(1 - o.clip_low, 1 + o.clip_high) * a)
+            if o.dual_clip is not None and a < 0:
+                gain = torch.max(gain, torch.tensor(o.dual_clip * a))
+            d = ref[at, token] - new[at, token]
+            terms.append(-gain + o.kl_weight * (torch.exp(d) - d - 1))
+    loss = torch.stack(terms).mean()
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=tolerance, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("options", [LossOptions(kl_weight=0.1), LossOptions(kl_weight=0.001, dual_clip=3.0)])
+def test_loss_and_gradients_equal_a_naive_loop(kind: str, options: LossOptions) -> None:
+    """Advantages differ from token to token as in AttnRL; GRPO is the same loss with one value per sample."""
+    model, reference = tiny(kind), tiny(kind, seed=1)
+    samples = batch()
+    for s in samples[:3]:
+        s.advantages[:] = s.advantages[0]  # GRPO rows among them
+    expected_loss, expected = naive_gradients(model, reference, samples, options, temperature=0.7)
+    learner = Learner(model, reference, options=LearnerOptions(loss=options, temperature=0.7))
+    metrics = learner.accumulate(samples, [list(range(9))])
+    assert metrics.total("loss") / metrics.tokens == pytest.approx(expected_loss, abs=1e-5)
+    close(gradients(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "settings"),
+    [
+        ([[i] for i in range(9)], {}),
+        ([[8, 2, 5], [0, 1], [7, 3, 6, 4]], {}),
+        ([[4, 3, 2, 1, 0, 8, 7, 6, 5]], {"pad_multiple": 64}),
+        ([[0, 1, 2, 3], [4, 5, 6, 7, 8]], {"pad_multiple": 16, "logit_chunk": 5}),
+        ([[0, 1, 2, 3, 4], [5, 6, 7, 8]], {"gradient_checkpointing": True, "logit_chunk": 7}),
+    ],
+    ids=["one by one", "other order", "padded", "padded and chunked", "checkpointed"],
+)
+def test_cut_order_and_padding_do_not_matter(microbatches: list[list[int]], settings: dict[str, Any]) -> None:
+    samples, reference = batch(), tiny(seed=1)
+    loss = LossOptions(kl_weight=0.1, entropy_weight=0.01)
+    results = []
+    for packs, extra in (([list(range(9))], {}), (microbatches, settings)):
+        model = tiny()
+        learner = Learner(model, reference, options=LearnerOptions(loss=loss, **extra))
+        metrics = learner.accumulate(samples, packs)
+        results.append((metrics.total("loss") / metrics.tokens, gradients(model)))
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-5)
+    close(results[0][1], results[1][1])
+
+
+def test_token_mean_is_global_not_per_microbatch() -> None:
+    """One long and one short sample: a mean of microbatch means would weigh the short one's tokens more."""
+    samples = [s for s in batch(9) if s.mask is None]
+    long = max(samples, key=lambda s: len(s.response))
+    short = min(samples, key=lambda s: len(s.response))
+    model = tiny()
+    learner = Learner(model, options=LearnerOptions(loss=LossOptions(kl_weight=0.0)))
+    found, counts = [], []
+    for packs in ([[0], [1]], [[0]], [[1]]):
+        counts.append(learner.accumulate([long, short], packs).tokens)
+        found.append(gradients(model)["model.embed_tokens.weight"])
+    assert counts[1] > 1.5 * counts[2]
+    torch.testing.assert_close(found[0] * counts[0], found[1] * counts[1] + found[2] * counts[2], atol=1e-4, rtol=1e-4)
+    assert (found[0] - (found[1] + found[2]) / 2).abs().max() > 1e-3
+
+
+def test_update_counts_and_masked_out_samples() -> None:
+    samples = batch(8, prompts=4)
+    nothing = np.zeros(len(samples[0].response), bool)
+    samples[0] = dataclasses.replace(samples[0], mask=nothing)
+    options = LearnerOptions(loss=LossOptions(kl_weight=0.0), minibatch_prompts=2, microbatch_tokens=40, lr=1e-3)
+    metrics = Learner(tiny(), options=options).update(samples, version=0)
+    tokens = sum(len(s.response) if s.mask is None else int(s.mask.sum()) for s in samples)
+    assert metrics["policy/updates"] == 2
+    assert metrics["train/samples"] == 7
+    assert metrics["train/tokens"] == tokens
+    assert metrics["train/microbatches"] > 2
+    assert Learner(tiny(), options=options).update(samples[:1], version=0)["policy/updates"] == 0
+
+
+def test_reference_kl_starts_at_zero_and_grows() -> None:
+    model = tiny()
+    learner = Learner(model, copy.deepcopy(model), options=LearnerOptions(lr=1e-2, minibatch_prompts=None))
+    samples = batch()
+    assert learner.update(samples, version=0)["policy/kl"] == pytest.approx(0.0, abs=1e-7)
+    assert learner.update(samples, version=1)["policy/kl"] > 1e-4
+
+
+def test_positive_advantage_raises_the_log_prob() -> None:
+    samples = [
+        Sample(s.prompt, s.response, np.ones_like(s.advantages), np.full_like(s.logprobs, -3.0), uid=s.uid)
+        for s in batch(3)
+    ]
+    loss = LossOptions(kl_weight=0.0, clip_high=100.0)
+    learner = Learner(tiny(), options=LearnerOptions(lr=1e-3, minibatch_prompts=None, loss=loss))
+    surrogates = [learner.update(samples, version=v)["policy/surrogate"] for v in range(4)]
+    assert surrogates == sorted(surrogates, reverse=True)
+
+
+def test_importance_weights_use_the_learner_before_the_update() -> None:
+    """Two minibatches: in both the ratio starts from the policy of version 0, and behaviour only sets the weight."""
+    samples = batch(6, prompts=2)
+    loss = LossOptions(kl_weight=0.0, importance_cap=2.0)
+    options = LearnerOptions(loss=loss, minibatch_prompts=1, lr=1e-9)
+    metrics = Learner(tiny(), options=options).update(samples, version=0)
+    assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert 0 < metrics["policy/importance_weight"] <= 2.0
+    assert metrics["policy/behaviour_kl"] > 0.01
+
+
+def test_warmup_of_the_learning_rate() -> None:
+    options = LearnerOptions(lr=4e-4, warmup_updates=4, loss=LossOptions(kl_weight=0.0), minibatch_prompts=None)
+    learner = Learner(tiny(), options=options)
+    rates = [learner.update(batch(), version=v)["policy/lr"] for v in range(5)]
+    assert rates == pytest.approx([2e-4, 3e-4, 4e-4, 4e-4, 4e-4])
+
+
+def test_non_finite_updates_are_skipped_counted_and_end_training() -> None:
+    model = tiny()
+    options = LearnerOptions(loss=LossOptions(kl_weight=0.0), max_skipped=2, minibatch_prompts=None)
+    learner = Learner(model, options=options)
+    good, bad = batch(3), batch(3)
+    bad[0].advantages[0] = np.nan
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    assert learner.update(bad, version=0)["policy/skipped_updates"] == 1
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert learner.update(good, version=1)["policy/updates"] == 1
+    learner.update(bad, version=2)
+    with pytest.raises(TrainingError, match="2 updates in a row"):
+        learner.update(bad, version=3)
+    assert learner.skipped == 3
+
+
+def test_bfloat16_keeps_float32_masters_and_tensors_in_place() -> None:
+    """A learning rate below bfloat16's resolution must still add up over updates; float32 shows the direction."""
+    model = tiny(dtype=torch.bfloat16)
+    loss = LossOptions(kl_weight=0.0, clip_high=100.0, clip_low=1.0)
+    learner = Learner(model, options=LearnerOptions(lr=2e-5, loss=loss, minibatch_prompts=None, weight_decay=0.0))
+    places = [p.data_ptr() for p in model.parameters()]
+    weight = model.model.layers[0].mlp.gate_proj.weight
+    start = weight.detach().clone()
+    learner.update(batch(), version=0)
+    moved_once = (weight != start).float().mean().item()
+    for version in range(1, 30):
+        learner.update(batch(), version=version)
+    assert learner.optimizer.masters[0].dtype == torch.float32
+    assert (weight != start).float().mean().item() > max(0.3, 3 * moved_once)
+    assert places == [p.data_ptr() for p in model.parameters()]
+
+
+def test_lora_trains_adapters_against_the_base() -> None:
+    base = tiny()
+    before = {k: v.clone() for k, v in base.state_dict().items()}
+    model = add_lora(base, LoraOptions(rank=4, alpha=8, targets=("q_proj", "v_proj")))
+    learner = Learner(model, options=LearnerOptions(lr=1e-2, loss=LossOptions(kl_weight=0.1), minibatch_prompts=None))
+    samples = batch()
+    assert learner.update(samples, version=0)["policy/kl"] == pytest.approx(0.0, abs=1e-7)
+    learner.update(samples, version=1)
+    assert learner.update(samples, version=2)["policy/kl"] > 1e-6
+    after = model.get_base_model().state_dict()
+    frozen = {k.replace(".base_layer", ""): v for k, v in after.items() if "lora" not in k}
+    assert all(torch.equal(frozen[k], v) for k, v in before.items())
+
+
+def test_a_kl_weight_needs_a_reference() -> None:
+    with pytest.raises(ConfigError, match="kl_weight"):
+        Learner(tiny())
