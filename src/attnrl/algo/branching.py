@@ -55,7 +55,8 @@ def top_steps(
         if not positive.size:
             return []
         threshold = float(positive.min())
-    return [k for k in allowed if scores[k] >= threshold]
+    slack = 1e-9 * threshold  # the interpolation must not round a step at the quantile out of C
+    return [k for k in allowed if scores[k] >= threshold - slack]
 
 
 def fci(
