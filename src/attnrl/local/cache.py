@@ -4,10 +4,10 @@ Shapes: R rows, L cached positions, H query heads, K key/value heads, G = H / K,
 T packed tokens of a prefill, P tokens the prefill can attend to (carried and packed), N attention jobs of a batch,
 Q queries of a job, S keys of a job.
 
-`attention` below is registered under a name of its own. In `sampling_mode(model)` every attention layer calls it, and it
-lets the plan that `attending(plan)` set do the work: `DecodeAttention` for one token a row, `PrefillAttention` for packed
-contexts, `ProbeAttention` to learn the shapes. transformers builds no mask for an implementation it does not know and is
-told to keep no cache, so nothing is concatenated.
+`attention` below is registered under a name of its own. In `sampling_mode(model)` every attention layer calls it, and
+it lets the plan that `attending(plan)` set do the work: `DecodeAttention` for one token a row, `PrefillAttention` for
+packed contexts, `ProbeAttention` to learn the shapes. transformers builds no mask for an implementation it does not
+know and is told to keep no cache, so nothing is concatenated.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(int(tensor.nbytes) for tensor in self.keys + self.values)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.keys + self.values)
 
     def grown(self, capacity: int, rows: int, used: int) -> KVCache:
         """A cache of another capacity that holds the first `used` positions of this one's first `rows` rows."""
@@ -170,7 +170,7 @@ class KVCache:
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """Cache bytes of one token of one row, over all layers."""
-    return sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes) * dtype.itemsize
+    return sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes) * int(dtype.itemsize)
 
 
 def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:

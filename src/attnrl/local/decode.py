@@ -23,9 +23,9 @@ _WARM_UP = 2  # steps before a capture: lazy initialisation (cuBLAS handles, aut
 class Decoder:
     """Device state of the running rows and the step that advances it without asking the host.
 
-    The state is four int64 vectors: the newest token of each row (drawn, not yet in the cache), its position, its random
-    stream, and how many tokens the row has drawn. Rows beyond the running ones are idle: they sit at position 0 and draw
-    tokens nobody reads, so that shapes stay fixed and few graphs serve all steps.
+    The state is four int64 vectors: the newest token of each row (drawn, not yet in the cache), its position, its
+    random stream, and how many tokens the row has drawn. Rows beyond the running ones are idle: they sit at position
+    0 and draw tokens nobody reads, so that shapes stay fixed and few graphs serve all steps.
     """
 
     def __init__(self, model: Any, device: torch.device, *, check_every: int, cuda_graphs: bool) -> None:

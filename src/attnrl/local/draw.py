@@ -3,10 +3,11 @@
 Shapes: R rows, V vocabulary.
 
 A token is drawn by inverting the cumulative distribution, in vocabulary order, at one uniform number that depends on
-(request seed, index of the token) alone. So a draw does not depend on its neighbours, the batch size or its row. Why not Gumbel noise: it needs V hashed numbers for each token instead of one, and is no more stable, since
-either way a rounding difference of size e in the logits changes a token with probability of order e. Why in vocabulary
-order and not sorted by probability: two nearly equal probabilities may change places by a rounding difference, and that
-would change the token with a probability as large as theirs.
+(request seed, index of the token) alone. So a draw does not depend on its neighbours, the batch size or its row. Why
+not Gumbel noise: it needs V hashed numbers for each token instead of one, and is no more stable, since either way a
+rounding difference of size e in the logits changes a token with probability of order e. Why in vocabulary order and
+not sorted by probability: two nearly equal probabilities may change places by a rounding difference, and that would
+change the token with a probability as large as theirs.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tens
 
 
 def invert_cdf(probs_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds `uniform` times the total: int64 [R], never an impossible one."""
+    """The first token whose cumulated probability exceeds `uniform` of the total, int64 [R]; never an impossible one."""
     cdf_RV = torch.cumsum(probs_RV, dim=-1)
     total_R = cdf_RV[:, -1]
     # u * total may round up to the total itself: stay below it, so that some token exceeds the target.

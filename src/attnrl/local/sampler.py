@@ -1,10 +1,10 @@
 """The local sampler: rollouts from any token context, for any Hugging Face decoder-only model.
 
 Requests wait in lexicographic order of their contexts, so that trunks of one prompt and branches of one trunk are
-prefilled together and each shared token once (`prefill.py`). Running rows draw one token a step (`decode.py`). A finished
-row leaves the batch, the last row moves into its place, and waiting requests are admitted behind. What is drawn for a
-request depends on its context, its seed, the sampling and the weights alone, up to the rounding of matrix products of
-another size.
+prefilled together and each shared token once (`prefill.py`). Running rows draw one token a step (`decode.py`). A
+finished row leaves the batch, the last row moves into its place, and waiting requests are admitted behind. What is
+drawn for a request depends on its context, its seed, the sampling and the weights alone, up to the rounding of matrix
+products of another size.
 
 Shapes: R rows, C steps between two looks from the host.
 """
@@ -144,11 +144,11 @@ class _Table:
 class Sampler:
     """Draws rollouts from a model. Weights may change between calls; the model object stays the same.
 
-    `rows`: most requests that run at once (default 256 on CPU, 1024 on CUDA), fewer where `cache_bytes` (default 4 GiB
-    on CPU, half the free memory on CUDA) would not hold them at full length. `check_every`: decode steps between two looks
-    for finished rows (default 1 on CPU, 16 on CUDA, where a look waits for the device); more than 1 also fixes the
-    shapes of steps to a few sizes. `cuda_graphs`: replay decode steps as CUDA graphs (default: on CUDA). None of these
-    changes what is drawn. Cache and graphs are kept between calls; `release()` frees them.
+    `rows`: most requests that run at once (default 256 on CPU, 1024 on CUDA), fewer where `cache_bytes` (default 4
+    GiB on CPU, half the free memory on CUDA) would not hold them at full length. `check_every`: decode steps between
+    two looks for finished rows (default 1 on CPU, 16 on CUDA, where a look waits for the device); more than 1 also
+    fixes the shapes of steps to a few sizes. `cuda_graphs`: replay decode steps as CUDA graphs (default: on CUDA).
+    None of these changes what is drawn. Cache and graphs are kept between calls; `release()` frees them.
     """
 
     def __init__(
