@@ -1,0 +1,194 @@
+"""Rows of data files: parquet, json and jsonl (also gzipped), from a path, a directory or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnrl.errors import DataError, MissingFileError
+
+SUFFIXES = (".parquet", ".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
+_HUB = re.compile(r"(?:hf:)?(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.-]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row as it stands in its file; `where` is file:row, rows counted from 0."""
+
+    where: str
+    columns: dict[str, Any]
+
+
+def iterate_rows(source: str | Path, split: str) -> Iterator[Row]:
+    """The rows of a file, of every data file of a directory, or of a split of a hub data set, in order.
+
+    Rows count from 0 in each file, as pandas, pyarrow and `datasets` count them.
+    """
+    for label, path in find_files(source, split):
+        yield from _read(label, path)
+
+
+def find_files(source: str | Path, split: str) -> list[tuple[str, Path]]:
+    """The data files a source stands for, each with the name that messages use.
+
+    An existing path always wins over a hub name; `hf:` in front asks for the hub alone.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [(path.name, path)]
+    if path.is_dir():
+        names = [p.relative_to(path).as_posix() for p in sorted(path.rglob("*")) if p.name.endswith(SUFFIXES)]
+        chosen = pick_split(names, split, config=None)
+        if not chosen:
+            raise MissingFileError(
+                f"{path}: no data file for split {split!r} in this directory; it has: {_some(names)}"
+            )
+        return [(name, path / name) for name in chosen]
+    name = _HUB.fullmatch(str(source))
+    if name is None or str(source).endswith(SUFFIXES):
+        raise MissingFileError(
+            f"{source}: no such file, and not the name of a hub data set (org/name or hf:org/name:split); "
+            f"check the path"
+        )
+    return _download(str(source), name["repo"], name["config"], name["split"] or split)
+
+
+def pick_split(names: list[str], split: str, config: str | None) -> list[str]:
+    """The files of one split, by the naming the hub uses: split-00000-of-00001.parquet, data/split*.jsonl, split.json.
+
+    A repository with a single data file needs no split in its name. Files of several configurations are refused.
+
+    >>> pick_split(["main/test-0.parquet", "main/train-0.parquet"], "test", None)
+    ['main/test-0.parquet']
+    >>> pick_split(["deepscaler.json"], "train", None)
+    ['deepscaler.json']
+    """
+    names = sorted(n for n in names if n.endswith(SUFFIXES))
+    if config is not None:
+        names = [n for n in names if config in n.split("/")[:-1] or n.split("/")[-1].startswith(config)]
+    wanted = re.compile(rf"(?:^|[/_.-]){re.escape(split)}(?:$|[/_.-])")
+    chosen = [n for n in names if wanted.search(n)]
+    if not chosen and len(names) == 1:
+        chosen = names
+    folders = {n.rpartition("/")[0] for n in chosen}
+    if len(folders) > 1:
+        raise DataError(
+            f"split {split!r} exists in several configurations ({_some(sorted(folders))}); "
+            f"name one: hf:org/name/CONFIG:{split}"
+        )
+    return chosen
+
+
+def _download(source: str, repo: str, config: str | None, split: str) -> list[tuple[str, Path]]:
+    # imported here: huggingface_hub takes half a second and local files do not need it
+    import httpx
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        listed = HfApi().list_repo_files(repo, repo_type="dataset")
+        chosen = pick_split(listed, split, config)
+        if not chosen:
+            data = [n for n in listed if n.endswith(SUFFIXES)]
+            raise MissingFileError(
+                f"{source}: the hub data set {repo} has no file for split {split!r}; it has: {_some(data)}"
+            )
+        return [(f"{repo}/{n}", Path(hf_hub_download(repo, n, repo_type="dataset"))) for n in chosen]
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
+        if isinstance(error, MissingFileError):
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MissingFileError(
+            f"{source}: no such file here, and as the hub data set {repo!r} it could not be fetched ({reason}); "
+            f"check the path or the name, or download the data set and name its file"
+        ) from error
+
+
+def _read(label: str, path: Path) -> Iterator[Row]:
+    if path.name.endswith(".parquet"):
+        yield from _read_parquet(label, path)
+        return
+    raw = path.read_bytes()
+    if raw[:2] == b"\x1f\x8b":
+        try:
+            raw = gzip.decompress(raw)
+        except (OSError, EOFError) as error:
+            raise DataError(f"{label}: broken gzip file ({error}); copy or download it again") from error
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{label}: not UTF-8 text (byte {error.start}); convert it with `iconv -t utf-8`") from error
+    lines = path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
+    yield from _read_lines(label, text) if lines else _read_json(label, text)
+
+
+def _read_parquet(label: str, path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+        row = 0
+        for batch in file.iter_batches(batch_size=4096):
+            for columns in batch.to_pylist():
+                yield Row(f"{label}:{row}", columns)
+                row += 1
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+        raise DataError(f"{label}: not a readable parquet file ({error}); copy or download it again") from error
+
+
+def _read_lines(label: str, text: str) -> Iterator[Row]:
+    # not splitlines(): U+2028 and its kin are legal inside JSON strings
+    row = 0
+    for number, line in enumerate(io.StringIO(text, newline="\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            columns = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{label}:{row} (line {number}): not JSON ({error.msg}); one object a line") from error
+        yield _row(label, row, columns)
+        row += 1
+
+
+def _read_json(label: str, text: str) -> Iterator[Row]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{label}: not JSON ({error}); a file of one object a line is named .jsonl") from error
+    if isinstance(value, dict):  # {"data": [...]}, or columns as lists
+        lists = {k: v for k, v in value.items() if isinstance(v, list)}
+        if len(lists) == 1:
+            (value,) = lists.values()
+        elif lists and len({len(v) for v in lists.values()}) == 1:
+            value = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+    if not isinstance(value, list):
+        raise DataError(
+            f"{label}: holds a {type(value).__name__}, not a list of rows; write a list of objects or .jsonl"
+        )
+    for row, columns in enumerate(value):
+        yield _row(label, row, columns)
+
+
+def _row(label: str, row: int, columns: object) -> Row:
+    if not isinstance(columns, dict):
+        raise DataError(f"{label}:{row}: a row must be an object with named columns, not {type(columns).__name__}")
+    return Row(f"{label}:{row}", columns)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:8]) or "none"
+    return f"{shown}, and {len(names) - 8} more" if len(names) > 8 else shown
+
+
+def data_directory(data_dir: str | os.PathLike[str] | None) -> Path | None:
+    """The local data directory: the argument, else the environment variable ATTNRL_DATA, else none."""
+    chosen = data_dir if data_dir is not None else os.environ.get("ATTNRL_DATA") or None
+    return None if chosen is None else Path(chosen).expanduser()

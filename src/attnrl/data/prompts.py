@@ -1,0 +1,121 @@
+r"""Records to prompts: the template, the model's chat template, token ids, and the filter on length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attnrl.data.records import Record
+from attnrl.errors import ConfigError, DataError
+from attnrl.types import Prompt, as_ids, content_hash
+
+TEMPLATE = r"{problem} Let's think step by step and output the final answer within \boxed{}."
+_CHUNK = 512  # prompts tokenized at once
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Records that became no prompt: their rows, by reason.
+
+    >>> Dropped(overlong=("a.jsonl:3",)).report()
+    '1 prompt over the length limit'
+    """
+
+    overlong: tuple[str, ...] = ()  # more than max_prompt_tokens
+    repeated: tuple[str, ...] = ()  # the same problem as an earlier record
+
+    def __len__(self) -> int:
+        return len(self.overlong) + len(self.repeated)
+
+    def report(self) -> str:
+        """What was dropped, for the console; empty if nothing was."""
+        counts = (
+            (len(self.overlong), "over the length limit"),
+            (len(self.repeated), "repeating an earlier one"),
+        )
+        return ", ".join(f"{n} prompt{'s' * (n > 1)} {why}" for n, why in counts if n)
+
+
+def render_prompts(
+    records: Sequence[Record],
+    tokenizer: Any,
+    *,
+    template: str = TEMPLATE,
+    max_prompt_tokens: int,
+    chat: bool | None = None,
+    system: str | None = None,
+    unique: bool = True,
+    progress: bool = True,
+) -> tuple[list[Prompt], Dropped]:
+    """The prompts of the records, and what was dropped.
+
+    `{problem}` in the template is replaced as it stands; all other braces are the user's own. The text is one user
+    message of the tokenizer's chat template, where it has one (`chat=None`); `chat=False` takes the bare text, and
+    `chat=True` insists on a chat template. A prompt's uid is the hash of its problem. `unique` keeps the first of
+    several records with one problem, so that a uid names one prompt; benchmarks set it to False to keep their rows.
+    """
+    _check(template, tokenizer, max_prompt_tokens, chat)
+    uses_chat = bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
+    if system is not None and not uses_chat:
+        raise ConfigError("system: a system message needs a chat template; put it into the template instead")
+    prompts: list[Prompt] = []
+    overlong: list[str] = []
+    repeated: list[str] = []
+    seen: set[str] = set()
+    shortest = 0
+    for start in _track(range(0, len(records), _CHUNK), "tokenizing prompts", progress and len(records) > 4 * _CHUNK):
+        chunk = records[start : start + _CHUNK]
+        texts = [template.replace("{problem}", record.problem) for record in chunk]
+        for record, ids in zip(chunk, _token_ids(texts, tokenizer, uses_chat, system), strict=True):
+            uid = content_hash(record.problem)
+            if unique and uid in seen:
+                repeated.append(record.where)
+            elif len(ids) > max_prompt_tokens:
+                overlong.append(record.where)
+                shortest = min(shortest or len(ids), len(ids))
+            else:
+                seen.add(uid)
+                prompts.append(Prompt(uid, as_ids(ids), record.answers, record.problem, record.source))
+    if records and not prompts:
+        raise DataError(
+            f"{records[0].source}: none of {len(records)} prompts has at most {max_prompt_tokens} tokens, "
+            f"the shortest has {shortest}; raise max_prompt_tokens"
+        )
+    return prompts, Dropped(tuple(overlong), tuple(repeated))
+
+
+def _check(template: str, tokenizer: Any, max_prompt_tokens: int, chat: bool | None) -> None:
+    if "{problem}" not in template:
+        raise ConfigError(f"template: {template!r} has no {{problem}}; write it where the problem goes")
+    if max_prompt_tokens < 1:
+        raise ConfigError(f"max_prompt_tokens: {max_prompt_tokens} is below 1")
+    if chat and not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("chat: this tokenizer has no chat template; leave chat unset or set it to false")
+
+
+def _token_ids(texts: list[str], tokenizer: Any, uses_chat: bool, system: str | None) -> list[list[int]]:
+    if uses_chat:
+        before = [] if system is None else [{"role": "system", "content": system}]
+        chats = [[*before, {"role": "user", "content": text}] for text in texts]
+        rendered = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
+        # the chat template wrote every special token itself; asking for them again would double the BOS token
+        return _plain_ids(tokenizer(rendered, add_special_tokens=False))
+    ids = _plain_ids(tokenizer(texts, add_special_tokens=True))
+    # a tokenizer may close a text with EOS; a prompt that ends so tells the model that the response is over
+    eos = getattr(tokenizer, "eos_token_id", None)
+    return [row[:-1] if len(row) > 1 and row[-1] == eos else row for row in ids]
+
+
+def _plain_ids(encoded: Any) -> list[list[int]]:
+    return [list(row) for row in encoded["input_ids"]]
+
+
+def _track(steps: range, label: str, shown: bool) -> Any:
+    if not shown:
+        return steps
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(steps, label, console=console, transient=True, disable=not console.is_terminal)
