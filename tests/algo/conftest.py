@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ class Build:
         """Steps that start at 0 and at `starts`; from token `thinking` on they are the answer."""
         bounds = [0, *starts, tokens]
         end = tokens if thinking is None else thinking
-        return tuple(Step(a, b, thinking=b <= end) for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+        return tuple(Step(a, b, thinking=b <= end) for a, b in pairwise(bounds))
 
     def trunk(
         self,

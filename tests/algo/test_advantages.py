@@ -94,7 +94,9 @@ class TestByHand:
         # rewards 1 0 0 0: mean 1/4, sample std 1/2, population std sqrt(3)/4
         forest = build.forest(*(build.tree(n, r) for n, r in [(2, 1.0), (3, 0.0), (1, 0.0), (4, 0.0)]))
         same(grpo(forest, rng()), [runs((1.5, 2)), runs((-0.5, 3)), runs((-0.5, 1)), runs((-0.5, 4))])
-        same(grpo(forest, rng(), ddof=0), [runs((v, n)) for v, n in [(3**0.5, 2), *((-(3**-0.5), n) for n in (3, 1, 4))]])
+        same(
+            grpo(forest, rng(), ddof=0), [runs((v, n)) for v, n in [(3**0.5, 2), *((-(3**-0.5), n) for n in (3, 1, 4))]]
+        )
 
     def test_grpo_uses_trunks_only(self, forest):
         # trunks 1 and 0: mean 1/2, sample std sqrt(1/2)
@@ -320,7 +322,9 @@ def test_chain_equals_naive_means(build, trees):
         points = sorted({p for p, _, _ in branches})
         at = {0: start, tokens: reward, **{p: np.mean([r for q, _, r in branches if q == p]) for p in points}}
         marks = [0, *points, tokens]
-        expected.append([at[min(m for m in marks if m > i)] - at[max(m for m in marks if m <= i)] for i in range(tokens)])
+        expected.append(
+            [at[min(m for m in marks if m > i)] - at[max(m for m in marks if m <= i)] for i in range(tokens)]
+        )
     same(chain(grow(build, trees), rng()), expected)
 
 

@@ -10,7 +10,24 @@ from hypothesis import strategies as st
 
 from attnrl.algo.steps import SEGMENTERS, blank_lines, every_n_tokens, lines, sentences
 
-PIECES = ["a", "b.", " ", "\n", "\n\n", ".\n\n", "\n\n\n", "\r\n", "", "x\n", "\n\ny", "</", "think", ">", "</think>", "?"]
+PIECES = [
+    "a",
+    "b.",
+    " ",
+    "\n",
+    "\n\n",
+    ".\n\n",
+    "\n\n\n",
+    "\r\n",
+    "",
+    "x\n",
+    "\n\ny",
+    "</",
+    "think",
+    ">",
+    "</think>",
+    "?",
+]
 texts_of_tokens = st.lists(st.sampled_from(PIECES), min_size=1, max_size=40)
 
 

@@ -19,6 +19,8 @@ from attnrl.types import Branch, Floats, Forest, Ids, Sample, Tree, as_floats
 Estimator = Callable[[Forest, np.random.Generator], list[Sample]]
 Values = NDArray[np.float64]
 
+ROUNDING = 1e-12  # differences of mean rewards below this are no signal but float rounding
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
@@ -64,7 +66,7 @@ def node_advantage(value: Values, parent: Values, root: float, leaves: Values) -
     >>> float(node_advantage(np.array(1.0), np.array(0.5), 0.25, np.array(4.0)))
     0.625
     """
-    advantage: Values = (2.0 * value - root - parent) / np.sqrt(leaves)
+    advantage: Values = _exact(2.0 * value - root - parent) / np.sqrt(leaves)
     return advantage
 
 
@@ -80,27 +82,28 @@ def tree(forest: Forest, rng: np.random.Generator, *, train_unbranched: bool = T
 
 def edge(forest: Forest, rng: np.random.Generator) -> list[Sample]:
     """Samples with V(child) - V(parent) on each edge of the tree (SPO tree)."""
-    return _paths(forest, lambda node, r: node.value - node.parent)
+    return _paths(forest, lambda node, r: _exact(node.value - node.parent))
 
 
 def treerl(forest: Forest, rng: np.random.Generator, *, train_leaves: int | None = 16) -> list[Sample]:
     """TreeRL's own form of Eq. 3: V(root) leaves the path's own leaf out, advantages are centred over tokens, and
-    `train_leaves` of the leaves, drawn at random, are trained on (None: all).
+    `train_leaves` of the leaves, drawn at random, are trained on (None: all). A single leaf has no others: advantage 0.
     """
     rewards = leaf_rewards(forest)
-    others = max(len(rewards) - 1, 1)
+    others = len(rewards) - 1
     total = float(rewards.sum())
 
     def advantage(node: Node, reward: float) -> Values:
-        return node_advantage(node.value, node.parent, (total - reward) / others, node.leaves)
+        root = (total - reward) / others if others else reward
+        return node_advantage(node.value, node.parent, root, node.leaves)
 
     samples = _paths(forest, advantage)
     if train_leaves is not None and len(samples) > train_leaves:
         samples = [samples[i] for i in sorted(rng.permutation(len(samples))[:train_leaves])]
-    tokens = sum(len(s.advantages) for s in samples)
-    mean = sum(float(np.sum(s.advantages, dtype=np.float64)) for s in samples) / tokens
     if all(reward == rewards[0] for reward in rewards):
         return samples
+    tokens = sum(len(s.advantages) for s in samples)
+    mean = sum(float(np.sum(s.advantages, dtype=np.float64)) for s in samples) / tokens
     return [_with(s, s.advantages - np.float32(mean)) for s in samples]
 
 
@@ -152,10 +155,10 @@ def chain(forest: Forest, rng: np.random.Generator, *, only_below: float | None 
     for t in forest.trees:
         cut = segments(t)
         at = {p: np.mean([b.reward for b in t.branches if b.point == p]) for p in cut.index}
-        values = np.array([start, *(at[p] for p in sorted(at)), t.trunk.reward])
+        gains = _exact(np.diff([start, *(at[p] for p in sorted(at)), t.trunk.reward]))
         rollout = t.trunk.rollout
         mask = None if only_below is None else rollout.logprobs < np.log(only_below)
-        samples.append(_sample(forest, rollout.ids, rollout.logprobs, np.repeat(np.diff(values), cut.lengths), mask))
+        samples.append(_sample(forest, rollout.ids, rollout.logprobs, np.repeat(gains, cut.lengths), mask))
     return samples
 
 
@@ -236,12 +239,18 @@ def _with(sample: Sample, advantages: Floats) -> Sample:
     return Sample(sample.prompt, sample.response, advantages, sample.logprobs, sample.uid, sample.mask)
 
 
+def _exact(differences: Values) -> Values:
+    """The differences with those of rounding size set to 0: a token counts as valid by its advantage not being 0."""
+    return np.where(np.abs(differences) < ROUNDING, 0.0, differences)
+
+
 def _standardize(rewards: Values, ddof: int) -> Values:
     """(R - mean) / std, 0 where the std is 0 or undefined."""
     std = float(rewards.std(ddof=ddof)) if len(rewards) > ddof else 0.0
-    return (rewards - rewards.mean()) / std if std > 0.0 else np.zeros(len(rewards))
+    return (rewards - rewards.mean()) / std if std > ROUNDING else np.zeros(len(rewards))
 
 
 def _whiten(values: Values) -> Values:
+    """Values over their standard deviation, 0 where that is 0. They are differences: their centre is left alone."""
     std = float(values.std())
-    return values / std if std > 0.0 else values
+    return values / std if std > ROUNDING else np.zeros(len(values))
