@@ -42,14 +42,30 @@ class ModelConfig(Section):
 class TaskConfig(Section):
     """Made-up dependency-graph tasks; used where data.train or evaluation.benchmarks names "tasks"."""
 
-    operations: tuple[int, int] = (2, 8)
-    """Fewest and most operations the asked quantity needs."""
-    distractors: tuple[int, int] = (0, 2)
+    operations: tuple[int, int] = (4, 12)
+    """Fewest and most computations the asked quantity needs, within 1 to 20."""
+    modulus: int | None = Field(23, ge=5, le=1000)
+    """Counts are taken modulo this, so that small models can learn single steps; None: plain counts."""
+    largest: int = Field(99, ge=18)
+    """Largest count where there is no modulus."""
+    distractors: tuple[int, int] = (0, 4)
     """Fewest and most quantities that are not needed."""
-    modulus: int | None = Field(11, ge=2)
-    """Counts wrap at this number, so that small models can learn single steps."""
-    checks: bool = True
-    """Whether solutions check some of their steps."""
+    sides: tuple[int, int] = (0, 1)
+    """Fewest and most side chains that join the main chain."""
+    givens: int = Field(3, ge=0)
+    """Most given counts that serve as second operands."""
+    checks: tuple[int, int] = (0, 2)
+    """Fewest and most re-computations of an earlier count in a solution."""
+    slips: float = Field(0.0, ge=0, lt=1)
+    """Chance that a computation of a solution first goes wrong and is corrected by a check."""
+    plan_entries: int = Field(3, ge=1)
+    """Quantities per step of a solution's plan."""
+    wording: Literal["sentences", "list"] = "sentences"
+    """How problems read; a list costs a third fewer prompt tokens."""
+    kinds: tuple[Literal["more", "fewer", "times", "plus", "minus"], ...] = ("more", "fewer", "times", "plus", "minus")
+    """Operations in use."""
+    names: int = Field(40, ge=2, le=40)
+    """Size of the vocabulary of names."""
     seed: int = 0
     """Seed of the generator; train and test are disjoint for any two seeds."""
 
@@ -168,12 +184,10 @@ class UpdateConfig(Section):
     """Prompts per optimizer step."""
     minibatch_samples: int | None = Field(None, ge=1)
     """Samples per optimizer step, instead of prompts."""
-    epochs: int = Field(1, ge=1)
-    """Passes over the samples of an iteration."""
     microbatch_tokens: int = Field(16_384, ge=1)
     """Packed tokens per forward and backward; does not change the result."""
-    logit_chunk_tokens: int = Field(2048, ge=1)
-    """Tokens whose logits are in memory at a time; does not change the result."""
+    logit_chunk_tokens: int | None = Field(None, ge=1)
+    """Tokens whose logits are in memory at a time, None: as many as fit 512 MiB; does not change the result."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass."""
     max_grad_norm: float = Field(1.0, gt=0)

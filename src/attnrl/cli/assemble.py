@@ -1,0 +1,129 @@
+"""From a config to the parts of a run: the only place that knows both. Heavy imports happen inside the functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnrl.algo.adaptive import BUDGETS
+from attnrl.algo.advantages import ESTIMATORS
+from attnrl.algo.branching import NEEDS_SCORES, RULES
+from attnrl.algo.parts import bind
+from attnrl.algo.steps import SEGMENTERS
+from attnrl.config import Config
+from attnrl.errors import ConfigError
+from attnrl.types import Ids, Sampling, Verdict
+
+if TYPE_CHECKING:
+    from attnrl.backend import Backend
+    from attnrl.data.records import Record
+    from attnrl.iteration import Grade, Parts, Stream
+    from attnrl.verify import Verifier
+
+KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {
+    "segmenter": SEGMENTERS,
+    "rule": RULES,
+    "budget": BUDGETS,
+    "estimator": ESTIMATORS,
+}
+
+
+def check_parts(config: Config) -> dict[str, Callable[..., Any]]:
+    """The named parts of the algorithm with their options bound; a wrong name or option raises ConfigError."""
+    knobs = config.algo.model_dump()
+    bound = {}
+    for kind, table in KINDS.items():
+        try:
+            bound[kind] = bind(table, knobs[kind], knobs[f"{kind}_options"], knobs)
+        except ValueError as error:
+            raise ConfigError(f"algo.{kind}: {error}") from None
+    return bound
+
+
+def build_parts(
+    config: Config, *, backend: Backend, stream: Stream, texts: Callable[[Ids], list[str]], grade: Grade
+) -> Parts:
+    """The parts of an iteration over a backend, a stream of prompts, the token texts and a grader."""
+    from attnrl.iteration import Parts
+
+    bound = check_parts(config)
+    algo = config.algo
+    segmenter = bound["segmenter"]
+    own_rule = ":" in algo.rule  # a user's rule may read any score
+    return Parts(
+        backend=backend,
+        stream=stream,
+        segment=lambda ids: segmenter(texts(ids)),
+        grade=grade,
+        rule=bound["rule"],
+        budget=bound["budget"],
+        estimator=bound["estimator"],
+        sampling=Sampling(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k),
+        max_response_tokens=config.sampling.max_response_tokens,
+        prompts=algo.prompts,
+        group=algo.group,
+        points=algo.points if algo.rule != "none" else 0,
+        width=algo.width,
+        filter=algo.filter,
+        mode=algo.mode,
+        needs_scores=own_rule or algo.rule in NEEDS_SCORES or algo.filter != "none",
+        adaptive_batch=algo.adaptive_batch,
+        history=algo.history,
+        max_prompts=algo.max_prompts,
+        drop=algo.drop,
+        grade_truncated=algo.grade_truncated,
+    )
+
+
+def build_grade(verifier: Verifier, decode: Callable[[Ids], str]) -> Grade:
+    """A grader of token ids: decode, then verify."""
+
+    def grade(items: Any) -> list[Verdict]:
+        return verifier.grade([(decode(ids), answers) for ids, answers in items])
+
+    return grade
+
+
+def decoder(tokenizer: Any) -> Callable[[Ids], str]:
+    """Token ids -> text, special tokens left out."""
+
+    def decode(ids: Ids) -> str:
+        text: str = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        return text
+
+    return decode
+
+
+def train_records(config: Config) -> list[Record]:
+    """The training problems of a config: files, hub names and made-up tasks, without the benchmarks' own problems."""
+    from attnrl.data.audit import contamination
+    from attnrl.data.benchmarks import load_benchmark
+    from attnrl.data.records import load_records
+
+    records: list[Record] = []
+    for source in config.data.train:
+        records += task_records(config, "train", config.data.train_tasks) if source == "tasks" else load_records(source)
+    if config.data.decontaminate:
+        benchmarks = [load_benchmark(name, config.data.directory) for name in config.data.decontaminate]
+        dirty = {hit.train.where for hit in contamination(records, [r for b in benchmarks for r in b])}
+        records = [r for r in records if r.where not in dirty]
+    return records
+
+
+def task_records(config: Config, split: Any, count: int) -> list[Record]:
+    """Made-up tasks of a split as records."""
+    from attnrl.data.tasks import TaskSpec, as_records
+
+    fields = config.data.tasks.model_dump()
+    seed = fields.pop("seed")
+    return as_records(TaskSpec(**fields), split, count, seed=seed)
+
+
+def model_path(config: Config) -> str:
+    """Where the policy is: "demo" names the tiny model that comes with attnrl."""
+    if config.model.path != "demo":
+        return config.model.path
+    from importlib import resources
+
+    return str(Path(str(resources.files("attnrl"))) / "assets" / "demo_model")

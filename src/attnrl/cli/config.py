@@ -1,0 +1,55 @@
+"""attnrl config PRESET [--section.key VALUE ...]: print the resolved config of a preset.
+
+PRESET is a name from `attnrl presets`, or the path of a TOML file with the keys below. What is printed is TOML and
+can be saved as a preset of your own; a file may name another preset as its `base` and hold only what differs.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from attnrl.cli.assemble import check_parts
+from attnrl.cli.flags import describe_keys, parse, show, wants_help
+from attnrl.config import load_config
+from attnrl.errors import ConfigError
+
+
+def main(argv: list[str]) -> int:
+    if wants_help(argv):
+        show(f"{__doc__}\nkeys, with their values in attnrl_1p5b:\n\n{describe_keys()}")
+        return 0
+    words, flags = parse(argv)
+    if len(words) != 1:
+        raise ConfigError("give one preset: attnrl config PRESET; `attnrl presets` lists them")
+    config = load_config(words[0], flags)
+    check_parts(config)
+    show(to_toml(config.model_dump(mode="json")))
+    return 0
+
+
+def to_toml(values: dict[str, Any], prefix: str = "") -> str:
+    """Nested values as TOML; keys without a value (none) as comments.
+
+    >>> print(to_toml({"about": "x", "algo": {"points": 2, "rule_options": {"a": 1}, "cap": None}}))
+    about = "x"
+    <BLANKLINE>
+    [algo]
+    points = 2
+    rule_options = {a = 1}
+    # cap = none
+    """
+    plain = {k: v for k, v in values.items() if not isinstance(v, dict) or k.endswith("_options")}
+    lines = [f"# {k} = none" if v is None else f"{k} = {_value(v)}" for k, v in plain.items()]
+    for name, section in values.items():
+        if name not in plain:
+            lines += ["", f"[{prefix}{name}]", to_toml(section, f"{prefix}{name}.")]
+    return "\n".join(lines)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_value(v) for v in value) + "]"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,15 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests/fakes.py
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real benchmarks, training sets and transcripts; tests that need it skip where it is not set."""
+    if not os.environ.get("ATTNRL_DATA"):
+        pytest.skip("ATTNRL_DATA is not set: this test reads the real data sets")
+    return Path(os.environ["ATTNRL_DATA"])

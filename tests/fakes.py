@@ -1,0 +1,85 @@
+"""A backend without a model: draws token ids from the request's own stream, right more often as it is updated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnrl.types import Prompt, Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Verdict, as_floats, as_ids
+
+EOS, BLANK, RIGHT, WRONG, FIRST_WORD = 0, 1, 2, 3, 4
+TEXTS = ["", ".\n\n", "right", "wrong", *(f" w{i}" for i in range(16))]
+
+
+class FakeBackend:
+    """Responses of 1 to 24 steps that end in RIGHT or WRONG; what it was asked to do is kept in its lists."""
+
+    def __init__(self, skill: float = 0.4) -> None:
+        self.version = 0
+        self.skill = skill
+        self.calls: list[tuple[str, int]] = []
+        self.trained: list[list[Sample]] = []
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        self.calls.append(("generate", len(requests)))
+        return [self._draw(r) for r in requests]
+
+    def _draw(self, request: Request) -> Rollout:
+        rng = np.random.default_rng([request.seed, len(request.context), self.version])
+        ids: list[int] = []
+        for _ in range(int(rng.integers(0, 24))):
+            ids += [*rng.integers(FIRST_WORD, len(TEXTS), size=int(rng.integers(1, 5))).tolist(), BLANK]
+        hard = request.context[0] % 10 / 10  # a prompt's first token says how hard it is
+        ids += [RIGHT if rng.random() < self.skill + 0.01 * self.version + 0.4 - hard else WRONG, EOS]
+        cut = len(ids) > request.max_tokens
+        ids = ids[: request.max_tokens]
+        logprobs = as_floats(np.log(rng.uniform(0.05, 1.0, size=len(ids))))
+        return Rollout(as_ids(ids), logprobs, "length" if cut else "stop", self.version)
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        self.calls.append(("score", len(requests)))
+        scores = []
+        for r in requests:
+            rng = np.random.default_rng([len(r.response), int(r.response.sum())])
+            fci = rng.random(len(r.steps))
+            fci[max(len(r.steps) - 4, 0) :] = 0.0
+            entropy = rng.random(len(r.response))
+            scores.append(Scores(as_floats(-entropy), as_floats(entropy), as_floats(fci)))
+        return scores
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+        self.calls.append(("update", len(samples)))
+        self.trained.append(list(samples))
+        self.version += 1
+        return {"policy/loss": float(np.mean([s.advantages.mean() for s in samples]))}
+
+    def save(self, path: Path) -> None:
+        (path / "fake.json").write_text(json.dumps({"version": self.version}))
+
+    def load(self, path: Path) -> None:
+        self.version = json.loads((path / "fake.json").read_text())["version"]
+
+
+class FakeStream:
+    """An endless stream of prompts 0, 1, 2, ..."""
+
+    def draw(self, position: dict[str, Any], n: int) -> tuple[list[Prompt], dict[str, Any]]:
+        start = position.get("next", 0)
+        numbers = range(start, start + n)
+        return [Prompt(f"q{i}", as_ids([i, 7]), ("right",), f"problem {i}") for i in numbers], {"next": start + n}
+
+
+def texts(ids: Any) -> list[str]:
+    return [TEXTS[i] for i in ids.tolist()]
+
+
+def decode(ids: Any) -> str:
+    return "".join(texts(ids))
+
+
+def grade(items: Any) -> list[Verdict]:
+    return [Verdict(float(decode(ids).endswith(answers[0])), "fake", decode(ids)[-5:]) for ids, answers in items]

@@ -1,0 +1,172 @@
+"""The two schedules over a fake backend: who is asked for what, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from attnrl.cli.assemble import build_parts
+from attnrl.config import load_config
+from attnrl.iteration import Parts, first_state, on_policy, one_step_off_policy
+from attnrl.types import Rollout, Verdict, as_floats, as_ids
+from fakes import EOS, RIGHT, FakeBackend, FakeStream, decode, grade, texts
+
+
+def make_parts(preset: str = "attnrl_1p5b", backend: FakeBackend | None = None, **overrides: object) -> Parts:
+    small = {"algo.prompts": 8, "sampling.max_response_tokens": 80, **overrides}
+    return build_parts(
+        load_config(preset, small), backend=backend or FakeBackend(), stream=FakeStream(), texts=texts, grade=grade
+    )
+
+
+def test_one_step_off_policy_makes_one_generation_call_for_branches_and_next_trunks() -> None:
+    backend = FakeBackend()
+    parts = make_parts(backend=backend)
+    state = one_step_off_policy(first_state(parts, 0), parts).state  # the first has one call more: nothing waits yet
+    waiting = state.waiting
+    backend.calls.clear()
+    outcome = one_step_off_policy(state, parts)
+    assert [name for name, _ in backend.calls] == ["generate", "score", "update"]
+    branches = sum(len(t.branches) for f in outcome.forests for t in f.trees)
+    fresh = round(state.batch_size) * 6
+    assert backend.calls[0] == ("generate", branches + fresh)
+    assert {f.prompt.uid for f in outcome.forests} <= {g.prompt.uid for g in waiting}
+    assert not {g.prompt.uid for g in outcome.state.waiting} & {g.prompt.uid for g in waiting}
+
+
+def test_trunks_and_branches_carry_the_versions_that_drew_them() -> None:
+    parts = make_parts()
+    state = first_state(parts, 0)
+    for m in range(3):
+        outcome = one_step_off_policy(state, parts)
+        state = outcome.state
+        trunk_versions = {t.trunk.rollout.version for f in outcome.forests for t in f.trees}
+        branch_versions = {b.rollout.version for f in outcome.forests for t in f.trees for b in t.branches}
+        assert trunk_versions == {max(m - 1, 0)}
+        assert branch_versions == {m}
+
+
+def test_on_policy_makes_two_generation_calls_under_one_policy() -> None:
+    backend = FakeBackend()
+    parts = make_parts("treerl_1p5b", backend)
+    outcome = on_policy(first_state(parts, 0), parts)
+    assert [name for name, _ in backend.calls] == ["generate", "generate", "update"]
+    assert outcome.state.waiting == ()
+    assert {b.rollout.version for f in outcome.forests for t in f.trees for b in t.branches} == {0}
+
+
+def test_grpo_never_scores_nor_branches() -> None:
+    backend = FakeBackend()
+    parts = make_parts("grpo_1p5b", backend)
+    outcome = on_policy(first_state(parts, 0), parts)
+    assert [name for name, _ in backend.calls] == ["generate", "update"]
+    assert parts.target_samples == 8 * 30
+    assert "score/fci_mean" not in outcome.metrics
+
+
+def test_filtered_prompts_are_neither_branched_nor_trained_on() -> None:
+    parts = make_parts(backend=FakeBackend(skill=2.0))  # everything is right: all prompts are easy
+    state = one_step_off_policy(first_state(parts, 0), parts).state
+    outcome = one_step_off_policy(state, parts)
+    kept = {f.prompt.uid for f in outcome.forests}
+    assert 0 < len(kept) < len(state.waiting)
+    assert outcome.metrics["batch/filtered_share"] == pytest.approx(1 - len(kept) / len(state.waiting))
+
+
+def test_without_signal_the_policy_and_the_batch_size_stay() -> None:
+    backend = FakeBackend(skill=2.0)
+    parts = make_parts(backend=backend, **{"sampling.max_response_tokens": 200})  # nothing is cut off
+    state = first_state(parts, 0)
+    outcome = one_step_off_policy(state, parts)
+    assert backend.version == 0
+    assert outcome.samples == []
+    assert outcome.state.batch_size == 8.0
+
+
+def test_batch_size_follows_equation_10_by_hand() -> None:
+    parts = make_parts()
+    outcome = one_step_off_policy(first_state(parts, 0), parts)
+    valid = sum(s.has_signal for s in outcome.samples)
+    assert outcome.state.batch_size == pytest.approx(0.9 * 8 + 0.1 * (8 * 30 / valid) * 8)
+
+
+def test_every_sample_that_is_trained_on_has_signal() -> None:
+    backend = FakeBackend()
+    parts = make_parts(backend=backend)
+    state = first_state(parts, 0)
+    for _ in range(3):
+        state = one_step_off_policy(state, parts).state
+    assert all(s.has_signal for batch in backend.trained for s in batch)
+    assert sum(map(len, backend.trained)) > 0
+
+
+def test_trap_truncated_answers_are_wrong_even_if_they_read_right() -> None:
+    class Cut(FakeBackend):
+        def _draw(self, request: object) -> Rollout:
+            return Rollout(as_ids([RIGHT]), as_floats([-1.0]), "length", self.version)
+
+    parts = make_parts(backend=Cut())
+    outcome = one_step_off_policy(first_state(parts, 0), parts)
+    assert outcome.metrics["trunks/accuracy"] == 0.0
+    graded = replace(parts, grade_truncated=True)
+    assert one_step_off_policy(first_state(graded, 0), graded).metrics["trunks/accuracy"] == 1.0
+
+
+def test_trap_a_verifier_error_spoils_only_its_own_answer() -> None:
+    """An error is no evidence: that rollout is left out, its neighbours keep their verdicts."""
+
+    def grade_with_errors(items: list) -> list[Verdict]:
+        verdicts = grade(items)
+        return [Verdict(0.0, "none", error="timeout") if i % 5 == 0 else v for i, v in enumerate(verdicts)]
+
+    parts = replace(make_parts(), grade=grade_with_errors)
+    sound = make_parts()
+    state = one_step_off_policy(first_state(parts, 0), parts).state
+    assert {len(g.trunks) for g in state.waiting} == {4, 5}
+    reference = {
+        t.rollout.ids.tobytes(): t.reward
+        for g in one_step_off_policy(first_state(sound, 0), sound).state.waiting
+        for t in g.trunks
+    }
+    drawn = [t for g in state.waiting for t in g.trunks if t.rollout.ids.tobytes() in reference]
+    assert drawn
+    assert all(t.reward == float(decode(t.rollout.ids).endswith("right")) for t in drawn)
+
+
+def test_trap_one_step_responses_end_the_plan_without_branches() -> None:
+    class OneStep(FakeBackend):
+        def _draw(self, request: object) -> Rollout:
+            return Rollout(as_ids([RIGHT, EOS]), as_floats([-1.0, -0.1]), "stop", self.version)
+
+    for preset in ("attnrl_1p5b", "attnrl_1p5b_released", "treerl_1p5b_off_policy"):
+        parts = make_parts(preset, OneStep())
+        outcome = one_step_off_policy(first_state(parts, 0), parts)
+        assert all(not t.branches for f in outcome.forests for t in f.trees)
+
+
+def test_branches_are_graded_on_the_whole_response() -> None:
+    seen: list[str] = []
+
+    def remember(items: list) -> list[Verdict]:
+        seen.extend(decode(ids) for ids, _ in items)
+        return grade(items)
+
+    parts = replace(make_parts(), grade=remember)
+    state = one_step_off_policy(first_state(parts, 0), parts).state
+    seen.clear()
+    outcome = one_step_off_policy(state, parts)
+    for forest in outcome.forests:
+        for tree in forest.trees:
+            for branch in tree.branches:
+                if branch.rollout.finish == "stop":
+                    whole = np.concatenate([tree.trunk.rollout.ids[: branch.point], branch.rollout.ids])
+                    assert decode(whole) in seen
+
+
+def test_generated_tokens_are_counted() -> None:
+    parts = make_parts()
+    first = one_step_off_policy(first_state(parts, 0), parts)
+    second = one_step_off_policy(first.state, parts)
+    assert second.state.generated_tokens - first.state.generated_tokens == second.metrics["generate/tokens"]
