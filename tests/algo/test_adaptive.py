@@ -1,0 +1,173 @@
+"""Adaptive sampling by hand: the filter (Eq. 8), tree numbers (Eq. 9), batch size (Eq. 10)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnrl.algo.adaptive import (
+    all_trees,
+    attention_filter,
+    choose_trunks,
+    difficulty_trees,
+    in_scope,
+    mean_fci,
+    next_batch_size,
+)
+from attnrl.types import Group
+
+
+def group_with(build, *scores, reward=1.0, uid="q"):
+    """A group whose trunks have the given candidate scores; the first step of each scores 100 and never counts."""
+    trunks = [build.trunk(len(s) + 1, reward, starts=range(1, len(s) + 1), fci=[100, *s]) for s in scores]
+    return Group(build.prompt(uid), tuple(trunks))
+
+
+class TestMeanFci:
+    def test_mean_over_trunks_of_the_mean_over_steps(self, build):
+        # trunk 1: (1 + 3) / 2 = 2; trunk 2: (2 + 4 + 9) / 3 = 5; the pooled mean over steps would be 19 / 5
+        assert mean_fci(group_with(build, [1, 3], [2, 4, 9])) == pytest.approx(3.5)
+
+    def test_answer_steps_stay_out_or_count_as_zeros(self, build):
+        trunk = build.trunk(8, 1.0, starts=(2, 4, 6), fci=[50, 3, 5, 70], thinking=6)
+        group = Group(build.prompt(), (trunk,))
+        assert mean_fci(group) == pytest.approx((3 + 5) / 2)
+        assert mean_fci(group, mode="released") == pytest.approx((0 + 3 + 5 + 0) / 4)
+
+    def test_a_trunk_of_one_step_counts_as_zero(self, build):
+        group = Group(build.prompt(), (build.trunk(4, 1.0, fci=[9]), build.trunk(4, 1.0, starts=(2,), fci=[9, 6])))
+        assert mean_fci(group) == pytest.approx((0 + 6) / 2)
+
+
+class TestFilter:
+    def test_eq8_by_hand(self, build):
+        easy = [group_with(build, [v], uid=str(v)) for v in (1, 2, 6)]
+        kept, total, count = attention_filter(easy)
+        assert [g.prompt.uid for g in kept] == ["6"]  # the mean is 3
+        assert (total, count) == (9.0, 3)
+
+    def test_the_running_mean_goes_over_all_iterations(self, build):
+        # 9 over 3 prompts so far; this batch adds 1 and 2: mean 12 / 5 = 2.4
+        batch = [group_with(build, [v], uid=str(v)) for v in (1, 2)]
+        kept, total, count = attention_filter(batch, fci_sum=9.0, fci_count=3)
+        assert not kept
+        assert (total, count) == (12.0, 5)
+
+    def test_at_the_mean_a_prompt_is_kept(self, build):
+        same = [group_with(build, [0.1, 0.3], uid=str(i)) for i in range(7)]
+        assert len(attention_filter(same)[0]) == 7
+
+    def test_scope_easy_leaves_other_prompts_alone(self, build):
+        easy, hard = group_with(build, [1], uid="easy"), group_with(build, [0], reward=0.0, uid="hard")
+        high = group_with(build, [9], uid="high")
+        kept, total, count = attention_filter([easy, hard, high], scope="easy")
+        assert [g.prompt.uid for g in kept] == ["hard", "high"]  # in order
+        assert (total, count) == (10.0, 2)
+
+    def test_scope_all_is_the_equation_as_printed(self, build):
+        groups = [group_with(build, [v], reward=r, uid=str(v)) for v, r in ((1, 1.0), (2, 0.0), (6, 0.0))]
+        kept, total, count = attention_filter(groups, scope="all")
+        assert [g.prompt.uid for g in kept] == ["6"]
+        assert (total, count) == (9.0, 3)
+
+    def test_scope_none_keeps_everything_and_counts_nothing(self, build):
+        groups = [group_with(build, [v]) for v in (1, 2)]
+        assert attention_filter(groups, scope="none", fci_sum=5.0, fci_count=1) == (groups, 5.0, 1)
+
+    def test_one_wrong_trunk_is_not_easy(self, build):
+        assert in_scope(build.group(1, 1, 1, 1, 1, 1), "easy")
+        assert not in_scope(build.group(1, 1, 1, 1, 1, 0), "easy")
+
+    @given(batches=st.lists(st.lists(st.integers(0, 20), max_size=5), max_size=5))
+    def test_batch_by_batch_equals_one_naive_pass(self, build, batches):
+        """After each batch the threshold is the plain mean over every prompt seen."""
+        total, count, seen = 0.0, 0, []
+        for batch in batches:
+            seen += batch
+            kept, total, count = attention_filter(
+                [group_with(build, [v], uid=str(v)) for v in batch], fci_sum=total, fci_count=count
+            )
+            expected = [str(v) for v in batch if v * len(seen) >= sum(seen)]
+            assert [g.prompt.uid for g in kept] == expected
+        assert count == len(seen)
+
+
+class TestTreeNumber:
+    def test_eq9_by_hand(self):
+        # exp(-z) * 6: 6, 5.079, 4.299, 3.639, 3.081, 2.608, 2.207
+        assert [difficulty_trees(c / 6, 6) for c in range(7)] == [6, 5, 4, 4, 3, 3, 2]
+
+    def test_released_rounds_up(self):
+        assert [difficulty_trees(c / 6, 6, rounding="ceil") for c in range(7)] == [6, 6, 5, 4, 4, 3, 3]
+
+    def test_all(self):
+        assert [all_trees(a, 6) for a in (0.0, 0.5, 1.0)] == [6, 6, 6]
+
+    @given(right=st.integers(0, 16), trees=st.integers(1, 16))
+    def test_within_bounds_and_never_more_for_an_easier_prompt(self, right, trees):
+        number = difficulty_trees(right / 16, trees)
+        assert abs(number - math.exp(-right / 16) * trees) <= 0.5
+        assert 0 <= number <= trees
+        if right:
+            assert number <= difficulty_trees((right - 1) / 16, trees)
+
+
+class TestChooseTrunks:
+    def test_minority_first_then_the_rest_at_random(self, build):
+        group = build.group(1, 1, 0, 1, 1, 1)
+        generator = np.random.default_rng(0)
+        chosen = [choose_trunks(group, 2, generator) for _ in range(100)]
+        assert all(2 in c and len(c) == 2 for c in chosen)
+        assert {i for c in chosen for i in c} == {0, 1, 2, 3, 4, 5}
+
+    def test_right_ones_first_where_they_are_few(self, build):
+        assert choose_trunks(build.group(0, 1, 0, 0, 1, 0), 2, np.random.default_rng(1)) == [1, 4]
+
+    @given(rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=8), trees=st.integers(0, 9))
+    def test_as_many_as_asked_and_no_majority_before_the_minority_is_used_up(self, build, rewards, trees):
+        chosen = choose_trunks(build.group(*rewards), trees, np.random.default_rng(trees))
+        assert len(chosen) == min(trees, len(rewards)) == len(set(chosen))
+        assert chosen == sorted(chosen)
+        counts = {r: rewards.count(r) for r in (0.0, 1.0)}
+        if counts[0.0] != counts[1.0]:
+            few = min(counts, key=counts.__getitem__)
+            taken = sum(rewards[i] == few for i in chosen)
+            assert taken == min(counts[few], len(chosen))
+
+
+class TestBatchSize:
+    def test_eq10_by_hand(self):
+        # 0.9 * 64 + 0.1 * (1920 / 960) * 64 = 57.6 + 12.8
+        assert next_batch_size(64.0, target=1920, valid=960) == pytest.approx(70.4)
+        # 0.9 * 64 + 0.1 * (1920 / 2400) * 64 = 57.6 + 5.12
+        assert next_batch_size(64.0, target=1920, valid=2400) == pytest.approx(62.72)
+        assert next_batch_size(64.0, target=1920, valid=1920, history=0.5) == pytest.approx(64.0)
+        assert next_batch_size(64.0, target=1920, valid=960, history=0.5) == pytest.approx(96.0)
+
+    def test_without_signal_it_stays(self):
+        assert next_batch_size(64.5, target=1920, valid=0) == 64.5
+
+    def test_bounds(self):
+        assert next_batch_size(64.0, target=1920, valid=1, max_prompts=256) == 256
+        assert next_batch_size(1.0, target=1, valid=1000) == 1.0
+
+    def test_a_small_shortfall_still_moves_it(self):
+        """The state is a float: rounded each time, a shortfall of 5 % at 64 prompts would never raise it (64.34)."""
+        size = rounded = 64.0
+        for _ in range(20):
+            size = next_batch_size(size, target=1.0, valid=0.95)
+            rounded = round(next_batch_size(rounded, target=1.0, valid=0.95))
+        assert rounded == 64
+        assert size == pytest.approx(64 * (0.9 + 0.1 / 0.95) ** 20)
+
+    @given(share=st.floats(0.2, 1.0), start=st.floats(1.0, 500.0))
+    def test_it_settles_where_the_valid_samples_meet_the_target(self, share, start):
+        """With a fixed share of valid samples, B converges to target / share."""
+        size = start
+        for _ in range(400):
+            size = next_batch_size(size, target=64.0, valid=size * share)
+        assert size == pytest.approx(64.0 / share, rel=1e-6)
