@@ -1,6 +1,7 @@
 """Packed attention: several sequences in one row, each seeing only itself, through transformers' attention interface.
 
-Shapes: T tokens of a pack (all sequences, no padding), H query heads, K key/value heads, D head size, V value head size.
+Shapes: T tokens of a pack (all sequences, no padding), H query heads, K key/value heads, D and V head sizes of keys and
+values.
 A pack is `model(input_ids=[1, T], position_ids=[1, T] restarting at 0 in each sequence)`.
 """
 
@@ -102,9 +103,9 @@ def attention_kind(
     'torch_blocks'
     """
     same_size = value_size is None or value_size == head_size
-    if softcap is None and device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        if head_size <= FLASH_MAX_HEAD and (value_size or 0) <= head_size:
-            return FLASH
+    half_on_cuda = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if half_on_cuda and softcap is None and (value_size or 0) <= head_size <= FLASH_MAX_HEAD:
+        return FLASH
     if softcap is not None or window is not None or not same_size:
         return BLOCKS
     return SDPA

@@ -1,0 +1,272 @@
+"""Runs the FCI kernels over the layers of a pack, with tile sizes measured once and remembered.
+
+Shapes: T tokens of a pack, H query heads, K key/value heads, D head size, S steps of the pack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from attnrl.scoring.fci_triton import LOG2E, Tile, _column_sums, _row_lse, _step_max
+from attnrl.scoring.plan import Plan, key_blocks, query_blocks
+
+# Measured on one H200 by benchmarks/fci.py --tune; other devices and shapes are measured at first use.
+SHIPPED: dict[str, Tile] = {}
+CANDIDATES = [
+    Tile(128, 64, 8, 3),
+    Tile(128, 128, 8, 2, registers=128),
+    Tile(256, 64, 8, 3, registers=128),
+    Tile(128, 64, 4, 3),
+    Tile(64, 64, 4, 3),
+    Tile(64, 32, 4, 3),
+]
+FLOAT32_CANDIDATES = [Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 16, 4, 2)]
+INTERPRETED = Tile(32, 16, 4, 1)
+_chosen: dict[str, Tile] = {}
+
+
+def interpreting() -> bool:
+    """Triton runs on the CPU, in Python (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def cache_file() -> Path:
+    """Where measured tiles are kept, one file per device kind."""
+    root = Path(os.environ.get("ATTNRL_CACHE", Path.home() / ".cache" / "attnrl"))
+    name = torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "cpu"
+    return root / f"fci_tiles_{name}_triton{triton.__version__}.json"
+
+
+def _key(device: torch.device, dtype: torch.dtype, head: int, longest: int, special: bool) -> str:
+    bucket = 1024 if longest <= 1024 else 1 << (longest - 1).bit_length()
+    arch = "sm{}{}".format(*torch.cuda.get_device_capability(device))
+    return f"{arch}/{str(dtype)[6:]}/d{head}/t{min(bucket, 32768)}{'/window_or_softcap' if special else ''}"
+
+
+class LayerSums:
+    """The FCI of a pack's steps, one call per attention layer; `best_S` is the running max over layers and heads."""
+
+    def __init__(self, plan: Plan, device: torch.device, *, keep_heads: bool = False, tile: Tile | None = None) -> None:
+        self.plan, self.device, self.tile, self.keep_heads = plan, device, tile, keep_heads
+        total, steps = len(plan.qmin_T), len(plan.step_S)
+        self.best_S = torch.zeros(steps, device=device)
+        self.heads_LHS: list[torch.Tensor] = []
+        bounds = plan.step_S.copy()
+        bounds[~plan.live_S, 1] = bounds[~plan.live_S, 0]  # no later step: scores 0
+        weight_T = torch.from_numpy(plan.weight_T).to(device)
+        self._logw_T = torch.log2(weight_T)  # -inf outside steps: those queries never count
+        self._qmin_T = torch.from_numpy(plan.qmin_T).to(device)
+        self._step_S = torch.from_numpy(bounds).to(device)
+        self._divisor_S = torch.from_numpy(plan.divisor_S).to(device)
+        self._tables: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._sums_HT = torch.empty(0, total, device=device)
+
+    def table(self, size: int, window: int | None) -> torch.Tensor:
+        if (size, window) not in self._tables:
+            self._tables[size, window] = torch.from_numpy(key_blocks(self.plan, size, window)).to(self.device)
+        return self._tables[size, window]
+
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        lse_HT: torch.Tensor | None,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        if not len(self.plan.step_S):
+            return
+        q_THD, k_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_TKD))
+        if lse_HT is None:
+            lse_HT = row_lse(q_THD, k_TKD, self.plan.lengths, scale=scale, window=window, softcap=softcap)
+        shape = dict(scale=scale, window=window, softcap=softcap)
+        tile = self.tile or self._choose(q_THD, k_TKD, lse_HT, shape)
+        sums_HT = self.column_sums(q_THD, k_TKD, lse_HT, tile=tile, **shape)  # type: ignore[arg-type]
+        self._reduce(sums_HT)
+
+    def column_sums(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        lse_HT: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        tile: Tile,
+    ) -> torch.Tensor:
+        """sum over q of w_q * P[q, t] for each head and key, [H, T]; keys that score nothing are left undefined."""
+        total, heads, head = q_THD.shape
+        if self._sums_HT.shape[0] != heads:
+            self._sums_HT = torch.empty(heads, total, device=self.device)
+        bias_HT = torch.add(self._logw_T, lse_HT, alpha=-LOG2E)
+        table = self.table(tile.keys, window)
+        if not len(table):
+            return self._sums_HT
+        tma = tile.tma and head == max(16, triton.next_power_of_2(head)) and _tma_ready(q_THD)
+        query: Any = _descriptor(q_THD, tile.queries) if tma else q_THD
+        options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
+        if tile.registers and not interpreting():
+            options["maxnreg"] = tile.registers
+        _column_sums[(heads, len(table))](
+            query,
+            k_TKD,
+            bias_HT,
+            self._qmin_T,
+            table,
+            self._sums_HT,
+            scale * LOG2E,
+            softcap or 1.0,
+            window or 0,
+            total,
+            q_THD.stride(0),
+            q_THD.stride(1),
+            k_TKD.stride(0),
+            k_TKD.stride(1),
+            G=heads // k_TKD.shape[1],
+            D=head,
+            BD=max(16, triton.next_power_of_2(head)),
+            BM=tile.queries,
+            BN=tile.keys,
+            WINDOW=window is not None,
+            SOFTCAP=softcap is not None,
+            TMA=tma,
+            POLY=tile.poly and not interpreting(),
+            PRECISION=tile.precision,
+            UPCAST=interpreting(),  # the interpreter multiplies the bits of bfloat16
+            **options,
+        )
+        return self._sums_HT
+
+    def _reduce(self, sums_HT: torch.Tensor) -> None:
+        heads, total = sums_HT.shape
+        steps = len(self.plan.step_S)
+        heads_HS = torch.empty(heads if self.keep_heads else 1, steps, device=self.device)
+        _step_max[(steps,)](
+            sums_HT,
+            self._step_S,
+            self._divisor_S,
+            self.best_S,
+            heads_HS,
+            total,
+            steps,
+            H=heads,
+            BH=triton.next_power_of_2(heads),
+            BT=64,
+            KEEP=self.keep_heads,
+            num_warps=4,
+        )
+        if self.keep_heads:
+            self.heads_LHS.append(heads_HS)
+
+    def _choose(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, lse_HT: torch.Tensor, shape: dict[str, Any]) -> Tile:
+        if interpreting():
+            return INTERPRETED
+        special = shape["window"] is not None or shape["softcap"] is not None
+        key = _key(self.device, q_THD.dtype, q_THD.shape[-1], max(self.plan.lengths), special)
+        if key not in _chosen:
+            _chosen[key] = SHIPPED.get(key) or _remembered(key) or self._measure(key, q_THD, k_TKD, lse_HT, shape)
+        return _chosen[key]
+
+    def _measure(
+        self, key: str, q_THD: torch.Tensor, k_TKD: torch.Tensor, lse_HT: torch.Tensor, shape: dict[str, Any]
+    ) -> Tile:
+        """The fastest candidate on these tensors, written to the cache file."""
+        candidates = FLOAT32_CANDIDATES if q_THD.dtype == torch.float32 else CANDIDATES
+        times: dict[Tile, float] = {}
+        for tile in candidates:
+            try:
+                self.column_sums(q_THD, k_TKD, lse_HT, tile=tile, **shape)
+            except triton.runtime.errors.OutOfResources:
+                continue  # too large for this device: not a candidate here
+            times[tile] = triton.testing.do_bench(
+                lambda tile=tile: self.column_sums(q_THD, k_TKD, lse_HT, tile=tile, **shape), warmup=5, rep=20
+            )
+        best = min(times, key=times.__getitem__)
+        _remember(key, best)
+        return best
+
+
+def _tma_ready(q_THD: torch.Tensor) -> bool:
+    """Rows of all heads lie side by side and 16-byte aligned, as the tensor memory accelerator wants them."""
+    return (
+        q_THD.stride(1) == q_THD.shape[2]
+        and (q_THD.stride(0) * q_THD.element_size()) % 16 == 0
+        and q_THD.data_ptr() % 16 == 0
+    )
+
+
+def _descriptor(q_THD: torch.Tensor, rows: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    total, heads, head = q_THD.shape
+    return TensorDescriptor(q_THD, [total, heads * head], [q_THD.stride(0), 1], [rows, head])
+
+
+def row_lse(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    lengths: tuple[int, ...],
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Row log-sum-exp [H, T] in nats of packed causal attention, where the attention kernel gave none."""
+    total, heads, head = q_THD.shape
+    size, keys = (16, 16) if interpreting() or head > 128 else (64, 32)
+    spans = torch.from_numpy(query_blocks(lengths, size)).to(q_THD.device)
+    lse_HT = torch.empty(heads, total, device=q_THD.device)
+    _row_lse[(heads, len(spans))](
+        q_THD,
+        k_TKD,
+        spans,
+        lse_HT,
+        scale * LOG2E,
+        softcap or 1.0,
+        window or 0,
+        total,
+        q_THD.stride(0),
+        q_THD.stride(1),
+        k_TKD.stride(0),
+        k_TKD.stride(1),
+        G=heads // k_TKD.shape[1],
+        D=head,
+        BD=max(16, triton.next_power_of_2(head)),
+        BM=size,
+        BN=keys,
+        WINDOW=window is not None,
+        SOFTCAP=softcap is not None,
+        PRECISION="ieee",
+        UPCAST=interpreting(),
+        num_warps=4,
+        num_stages=2,
+    )
+    return lse_HT
+
+
+def _remembered(key: str) -> Tile | None:
+    path = cache_file()
+    if not path.is_file():
+        return None
+    entry = json.loads(path.read_text()).get(key)
+    return Tile(**entry) if entry else None
+
+
+def _remember(key: str, tile: Tile) -> None:
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    known[key] = asdict(tile)
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps(known, indent=1, sort_keys=True))
+    partial.replace(path)  # whole or not at all: several processes may measure at once

@@ -1,0 +1,294 @@
+"""FCI on a GPU: one weighted column sum of the attention matrix per layer, without the matrix.
+
+Shapes: T tokens of a pack, H query heads, K key/value heads, D head size, S steps of the pack, B key blocks.
+With w_q = 1/|step(q)| folded into the row log-sum-exp, the sum over q of w_q * P[q, t] is
+    sum over q of exp2(scale * log2(e) * <q, t> - (log2(e) * lse_q - log2(w_q))),
+one product, one fused multiply-add, one exponential and one addition per pair. The product is taken as K Q^T, so that
+the sum over queries runs along the registers of a thread and costs no exchange between warps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One way to run the column-sum kernel."""
+
+    keys: int = 128  # keys of a program
+    queries: int = 64  # queries of one loop turn
+    warps: int = 8
+    stages: int = 3
+    tma: bool = False  # load queries by tensor memory accelerator (Hopper and later)
+    registers: int = 0  # limit per thread, so that two programs fit a multiprocessor; 0: none
+    poly: bool = False  # one exponential in four as a polynomial, off the special-function unit
+    precision: str = "ieee"  # of products of float32 inputs
+
+
+@triton.jit
+def _exp2(x, POLY: tl.constexpr):
+    if POLY:
+        # Four values at a time: three on the special-function unit, one as 2^n * poly4(f), |f| <= 1/2,
+        # relative error 3e-6. Values below 2^-126 become that instead of 0.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .f32 x, n, f, p;
+            .reg .b32 b, e;
+            ex2.approx.ftz.f32 $0, $4;
+            ex2.approx.ftz.f32 $1, $5;
+            ex2.approx.ftz.f32 $2, $6;
+            max.ftz.f32 x, $7, 0fC2FC0000;
+            add.ftz.f32 n, x, 0f4B400000;
+            mov.b32 e, n;
+            add.ftz.f32 n, n, 0fCB400000;
+            sub.ftz.f32 f, x, n;
+            fma.rn.ftz.f32 p, f, 0f3C1CCBEA, 0f3D650A20;
+            fma.rn.ftz.f32 p, p, f, 0f3E76036D;
+            fma.rn.ftz.f32 p, p, f, 0f3F31706E;
+            fma.rn.ftz.f32 p, p, f, 0f3F7FFFF4;
+            shl.b32 e, e, 23;
+            mov.b32 b, p;
+            add.s32 b, b, e;
+            mov.b32 $3, b;
+            }
+            """,
+            "=f,=f,=f,=f,f,f,f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def _probabilities(
+    k,
+    Q,
+    BIAS,
+    m,
+    q_stop,
+    h,
+    scale2,
+    softcap,
+    sqt,
+    sqh,
+    T,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BM: tl.constexpr,
+    EDGE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr,
+    POLY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """w_q * P[q, t] for BM queries from m on, [keys, BM]; at an edge, 0 for queries at or after q_stop."""
+    offs_m = m + tl.arange(0, BM)
+    offs_d = tl.arange(0, BD)
+    if EDGE:
+        live = offs_m < q_stop
+        bias = tl.load(BIAS + h * T + offs_m, mask=live, other=-float("inf"))
+    else:
+        bias = tl.load(BIAS + (h * T + m) + tl.arange(0, BM))
+    if TMA:
+        q = Q.load([m, h * D])
+    else:
+        rows = Q + h * sqh + offs_m[:, None] * sqt + offs_d[None, :]
+        if EDGE:
+            q = tl.load(rows, mask=live[:, None] & (offs_d < D)[None, :], other=0.0)
+        elif D == BD:
+            q = tl.load(rows)
+        else:
+            q = tl.load(rows, mask=(offs_d < D)[None, :], other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    if SOFTCAP:
+        # tanh(z) = 1 - 2 / (exp(2 z) + 1); scale2 already holds scale * log2(e)
+        e = tl.exp2(s * (2.0 * scale2 / softcap))
+        s = (1.0 - 2.0 / (e + 1.0)) * (softcap * 1.4426950408889634)
+        return _exp2(s + bias[None, :], POLY)
+    else:
+        return _exp2(s * scale2 + bias[None, :], POLY)
+
+
+@triton.jit
+def _column_sums(
+    Q,
+    K,
+    BIAS,
+    QMIN,
+    TABLE,
+    OUT,
+    scale2,
+    softcap,
+    window,
+    T,
+    sqt,
+    sqh,
+    skt,
+    skh,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr,
+    POLY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """OUT[h, t] = sum over q of w_q * P[q, t] for one block of keys and one head."""
+    h = tl.program_id(0)
+    row = TABLE + tl.program_id(1) * 6
+    k_start = tl.load(row)
+    k_stop = tl.load(row + 1)
+    q_lo = tl.multiple_of(tl.load(row + 2), 16)  # no key of the block counts before this query
+    q_full = tl.load(row + 3)  # from here on every key counts ...
+    q_tail = tl.load(row + 4)  # ... until here, where the window or the sequence ends for some key
+    q_stop = tl.load(row + 5)
+    offs_n = k_start + tl.arange(0, BN)
+    live_n = offs_n < k_stop
+    offs_d = tl.arange(0, BD)
+    cols = K + (h // G) * skh + offs_n[:, None] * skt + offs_d[None, :]
+    k = tl.load(cols, mask=live_n[:, None] & (offs_d < D)[None, :], other=0.0)
+    if UPCAST:
+        k = k.to(tl.float32)
+    qmin = tl.load(QMIN + offs_n, mask=live_n, other=2147483647)
+    acc = tl.zeros([BN], tl.float32)
+
+    head_turns = tl.cdiv(tl.maximum(tl.minimum(q_full, q_stop) - q_lo, 0), BM)
+    m_full = q_lo + head_turns * BM
+    m_tail = m_full + tl.maximum(q_tail - m_full, 0) // BM * BM
+    tail_turns = tl.cdiv(tl.maximum(q_stop - m_tail, 0), BM)
+    for turn in tl.range(0, head_turns + tail_turns):
+        m = tl.multiple_of(tl.where(turn < head_turns, q_lo + turn * BM, m_tail + (turn - head_turns) * BM), 16)
+        p = _probabilities(
+            k, Q, BIAS, m, q_stop, h, scale2, softcap, sqt, sqh, T, D, BD, BM, True, SOFTCAP, TMA, POLY, PRECISION, UPCAST
+        )
+        offs_m = m + tl.arange(0, BM)
+        seen = offs_m[None, :] >= qmin[:, None]
+        if WINDOW:
+            seen = seen & (offs_m[None, :] - offs_n[:, None] < window)
+        acc += tl.sum(tl.where(seen, p, 0.0), 1)
+    for m in tl.range(m_full, m_tail, BM):
+        p = _probabilities(
+            k, Q, BIAS, m, q_stop, h, scale2, softcap, sqt, sqh, T, D, BD, BM, False, SOFTCAP, TMA, POLY, PRECISION, UPCAST
+        )
+        acc += tl.sum(p, 1)
+    tl.store(OUT + h * T + offs_n, acc, mask=live_n)
+
+
+@triton.jit
+def _step_max(
+    OUT,
+    STEPS,
+    DIVISOR,
+    BEST,
+    HEADS,
+    T,
+    S,
+    H: tl.constexpr,
+    BH: tl.constexpr,
+    BT: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """Scores of one step: reduce its keys, then the running max over heads and layers (Eq. 6)."""
+    step = tl.program_id(0)
+    start = tl.load(STEPS + step * 2)
+    stop = tl.load(STEPS + step * 2 + 1)  # = start where the step scores 0
+    divisor = tl.load(DIVISOR + step)
+    offs_h = tl.arange(0, BH)
+    acc = tl.zeros([BH], tl.float32)
+    for t in range(start, stop, BT):
+        offs_t = t + tl.arange(0, BT)
+        mask = (offs_h[:, None] < H) & (offs_t[None, :] < stop)
+        acc += tl.sum(tl.load(OUT + offs_h[:, None] * T + offs_t[None, :], mask=mask, other=0.0), 1)
+    acc = acc / divisor
+    if KEEP:
+        tl.store(HEADS + offs_h * S + step, acc, mask=offs_h < H)
+    best = tl.load(BEST + step)
+    tl.store(BEST + step, tl.maximum(best, tl.max(acc, 0)))
+
+
+@triton.jit
+def _row_lse(
+    Q,
+    K,
+    SPAN,
+    LSE,
+    scale2,
+    softcap,
+    window,
+    T,
+    sqt,
+    sqh,
+    skt,
+    skh,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Row log-sum-exp where the attention kernel gave none: one program per query block of one sequence."""
+    h = tl.program_id(0)
+    row = SPAN + tl.program_id(1) * 3
+    seq_start = tl.load(row)
+    m = tl.load(row + 1)
+    m_stop = tl.load(row + 2)
+    offs_m = m + tl.arange(0, BM)
+    offs_d = tl.arange(0, BD)
+    live = offs_m < m_stop
+    q = tl.load(
+        Q + h * sqh + offs_m[:, None] * sqt + offs_d[None, :], mask=live[:, None] & (offs_d < D)[None, :], other=0.0
+    )
+    if UPCAST:
+        q = q.to(tl.float32)
+    top = tl.full([BM], -float("inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    first = seq_start
+    if WINDOW:
+        first = tl.maximum(seq_start, m - window + 1)
+    for n in range(first, m_stop, BN):
+        offs_n = n + tl.arange(0, BN)
+        k = tl.load(
+            K + (h // G) * skh + offs_n[:, None] * skt + offs_d[None, :],
+            mask=(offs_n < m_stop)[:, None] & (offs_d < D)[None, :],
+            other=0.0,
+        )
+        if UPCAST:
+            k = k.to(tl.float32)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SOFTCAP:
+            e = tl.exp2(s * (2.0 * scale2 / softcap))
+            s = (1.0 - 2.0 / (e + 1.0)) * (softcap * 1.4426950408889634)
+        else:
+            s = s * scale2
+        seen = offs_n[None, :] <= offs_m[:, None]
+        if WINDOW:
+            seen = seen & (offs_m[:, None] - offs_n[None, :] < window)
+        s = tl.where(seen, s, -float("inf"))
+        new_top = tl.maximum(top, tl.max(s, 1))
+        # A row whose window starts later in the loop has seen nothing yet: its top is still -inf.
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        total = total * tl.exp2(top - base) + tl.sum(tl.exp2(s - base[:, None]), 1)
+        top = new_top
+    tl.store(LSE + h * T + offs_m, (top + tl.log2(total)) * 0.6931471805599453, mask=live)

@@ -1,0 +1,234 @@
+"""One forward pass over finished responses: log-probs, entropy and FCI.
+
+Shapes: T tokens of a pack, N response tokens of a pack, S steps of a pack, W model width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.progress import Progress
+
+from attnrl.errors import DataError
+from attnrl.scoring.entropy import logprobs_and_entropy
+from attnrl.scoring.fci import Sums, body_of, fci_kind, make_sums, split_steps
+from attnrl.scoring.packed import packed_attention, packed_positions
+from attnrl.scoring.plan import KeyReduce, make_plan
+from attnrl.types import ScoreRequest, Scores
+
+TOKEN_BUDGET = 16384
+
+
+@dataclass(slots=True)
+class ScoreReport:
+    """What scoring cost and how it ran; pass one to `score` to have it filled.
+
+    >>> ScoreReport(seconds=1.10, fci_seconds=0.10).overhead.__round__(3)
+    0.1
+    """
+
+    seconds: float = 0.0  # of all packs, FCI included
+    fci_seconds: float = 0.0
+    tokens: int = 0
+    packs: int = 0
+    attention_kinds: set[str] = field(default_factory=set)
+    fci_kind: str = "off"
+
+    @property
+    def overhead(self) -> float:
+        """Time with FCI over time without, minus 1: metric `score/overhead`."""
+        rest = self.seconds - self.fci_seconds
+        return self.fci_seconds / rest if rest > 0 else 0.0
+
+    def metrics(self) -> dict[str, float | str]:
+        """The report as metrics `score/...`."""
+        return {
+            "score/seconds": self.seconds,
+            "score/overhead": self.overhead,
+            "score/tokens": float(self.tokens),
+            "score/packs": float(self.packs),
+            "score/attention": "+".join(sorted(self.attention_kinds)),
+            "score/fci": self.fci_kind,
+        }
+
+
+class _Clock:
+    """Time of the parts of a pack: CUDA events on a GPU, so that nothing waits; wall time elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.spans: list[tuple[Any, Any]] = []
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        start = self._now()
+        yield
+        self.spans.append((start, self._now()))
+
+    def seconds(self) -> float:
+        """The sum of the measured spans; on a GPU, call it after the results have been read."""
+        if self.cuda:
+            return sum(a.elapsed_time(b) for a, b in self.spans) / 1000.0
+        return float(sum(b - a for a, b in self.spans))
+
+
+def bins_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices grouped into packs of at most `budget` tokens, longest first; a longer sequence has a pack of its own.
+
+    >>> bins_by_budget([3, 9, 5, 4], 8)
+    [[1], [2, 0], [3]]
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = next((b for b, left in enumerate(room) if left >= lengths[index]), None)
+        if fits is None:
+            bins.append([index])
+            room.append(budget - lengths[index])
+        else:
+            bins[fits].append(index)
+            room[fits] -= lengths[index]
+    return bins
+
+
+@torch.no_grad()
+def score(
+    model: torch.nn.Module,
+    requests: Sequence[ScoreRequest],
+    *,
+    delta: int = 4,
+    key_reduce: KeyReduce = "mean",
+    temperature: float = 1.0,
+    token_budget: int = TOKEN_BUDGET,
+    chunk: int | None = None,
+    fci: bool = True,
+    progress: bool = False,
+    report: ScoreReport | None = None,
+) -> list[Scores]:
+    """Log-probs and entropy of the response tokens and FCI of their steps, in request order.
+
+    One forward of the model's body per pack of about `token_budget` tokens; the head runs on `chunk` positions at a
+    time. Each response is scored as if alone. With `fci=False` every step scores 0 and nothing is captured.
+    Paper: Eq. 4-6.
+    """
+    for index, request in enumerate(requests):
+        if not len(request.prompt) or not len(request.response):
+            raise DataError(f"request {index}: prompt and response need at least one token each")
+    lengths = [len(r.prompt) + len(r.response) for r in requests]
+    report = report if report is not None else ScoreReport()
+    results: list[Scores | None] = [None] * len(requests)
+    training = model.training
+    model.eval()
+    try:
+        with Progress(disable=not progress, transient=True) as bar:
+            task = bar.add_task("scoring", total=sum(lengths))
+            for members in bins_by_budget(lengths, token_budget):
+                pack = [requests[i] for i in members]
+                scored = _score_pack(model, pack, delta, key_reduce, temperature, chunk, fci, report)
+                for index, scores in zip(members, scored, strict=True):
+                    results[index] = scores
+                bar.advance(task, sum(lengths[i] for i in members))
+    finally:
+        model.train(training)
+    return [scores for scores in results if scores is not None]
+
+
+def _score_pack(
+    model: torch.nn.Module,
+    pack: Sequence[ScoreRequest],
+    delta: int,
+    key_reduce: KeyReduce,
+    temperature: float,
+    chunk: int | None,
+    fci: bool,
+    report: ScoreReport,
+) -> list[Scores]:
+    device = next(model.parameters()).device
+    lengths = [len(r.prompt) + len(r.response) for r in pack]
+    spans = [[(len(r.prompt) + s.start, len(r.prompt) + s.stop) for s in r.steps] for r in pack]
+    plan = make_plan(lengths, spans, delta=delta, key_reduce=key_reduce)
+    ids_T = np.concatenate([x for r in pack for x in (r.prompt, r.response)]).astype(np.int64)
+    starts = np.cumsum([0, *lengths])[:-1]
+    at_N = np.concatenate(
+        [start + np.arange(len(r.prompt), n) for start, n, r in zip(starts, lengths, pack, strict=True)]
+    )
+    whole, part = _Clock(device), _Clock(device)
+    with whole.measure():
+        ids = torch.from_numpy(ids_T).to(device)
+        at = torch.from_numpy(at_N).to(device)
+        sums = make_sums(plan, device) if fci else None
+        with packed_attention(model, lengths, collector=_timed(sums, part)) as state:
+            hidden_TW = (
+                body_of(model)(
+                    input_ids=ids[None],
+                    position_ids=packed_positions(lengths, device),
+                    attention_mask=None,
+                    use_cache=False,
+                )
+            ).last_hidden_state[0]
+        logprobs, entropy = logprobs_and_entropy(
+            model, hidden_TW[at - 1], ids[at], temperature=temperature, chunk=chunk
+        )
+    best_S = sums.best_S.float().cpu().numpy() if sums is not None else np.zeros(len(plan.step_S), np.float32)
+    logprobs_N, entropy_N = logprobs.cpu().numpy(), entropy.cpu().numpy()
+    report.seconds += whole.seconds()
+    report.fci_seconds += part.seconds()
+    report.tokens += len(ids_T)
+    report.packs += 1
+    report.attention_kinds |= state.kinds
+    report.fci_kind = fci_kind(device.type) if fci else "off"
+    counts = [len(r.response) for r in pack]
+    return [
+        Scores(np.ascontiguousarray(a), np.ascontiguousarray(b), np.ascontiguousarray(c))
+        for a, b, c in zip(
+            split_steps(logprobs_N, counts),
+            split_steps(entropy_N, counts),
+            split_steps(best_S, plan.counts),
+            strict=True,
+        )
+    ]
+
+
+def _timed(sums: Sums | None, clock: _Clock) -> Callable[..., None] | None:
+    """The collector with its time taken."""
+    if sums is None:
+        return None
+    collect = sums
+
+    def collector(
+        q_THD: torch.Tensor, k_TKD: torch.Tensor, lse_HT: torch.Tensor | None, **shape: Any
+    ) -> None:
+        with clock.measure():
+            collect(q_THD, k_TKD, lse_HT, **shape)
+
+    return collector
+
+
+def rank_correlation(a: NDArray[Any], b: NDArray[Any]) -> float:
+    """Spearman's rank correlation, ties by mean rank; nan where one side is constant.
+
+    >>> rank_correlation(np.array([1.0, 2.0, 3.0]), np.array([3.0, 2.0, 1.0]))
+    -1.0
+    """
+    ranks = []
+    for values in (np.asarray(a), np.asarray(b)):
+        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ends = np.cumsum(counts)
+        ranks.append(((ends - counts + ends + 1) / 2.0)[inverse])
+    x, y = (r - r.mean() for r in ranks)
+    scale = np.sqrt((x * x).sum() * (y * y).sum())
+    return float(np.round((x * y).sum() / scale, 12)) if scale > 0 else float("nan")

@@ -1,0 +1,137 @@
+"""FCI kernels against dense float64 attention over a grid; run under TRITON_INTERPRET=1 on a CPU, or on a GPU.
+
+`python tests/scoring/kernel_grid.py` prints one JSON object per case.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import torch
+
+from attnrl.scoring.fci_launch import LayerSums, row_lse
+from attnrl.scoring.fci_triton import Tile
+from attnrl.scoring.plan import Plan, make_plan
+
+SMALL = Tile(32, 16, 4, 1)
+
+
+def random_spans(rng: np.random.Generator, length: int, mean: float, gaps: bool = False) -> list[tuple[int, int]]:
+    """Ragged steps after a random prompt; with gaps, some tokens between steps belong to none."""
+    token = int(rng.integers(1, max(2, length // 3)))
+    spans = []
+    while token < length:
+        stop = min(length, token + 1 + int(rng.poisson(mean)))
+        spans.append((token, stop))
+        token = stop + (int(rng.integers(0, 3)) if gaps else 0)
+    return spans
+
+
+def dense_oracle(
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, plan: Plan, scale: float, window: int | None, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores [H, S] and log-sum-exp [H, T] from the whole matrix in float64, steps one by one as Eq. 5 is written."""
+    q, k = q_THD.double(), k_TKD.double()
+    heads, groups = q.shape[1], q.shape[1] // k.shape[1]
+    y_HS = torch.zeros(heads, len(plan.step_S), dtype=torch.float64, device=q.device)
+    lse_HT = torch.zeros(heads, len(q), dtype=torch.float64, device=q.device)
+    for start, stop, first, last in plan.sequences:
+        row = torch.arange(stop - start, device=q.device)
+        hidden = row[None, :] > row[:, None]
+        if window is not None:
+            hidden |= row[:, None] - row[None, :] >= window
+        for h in range(heads):
+            s = q[start:stop, h] @ k[start:stop, h // groups].T * scale
+            s = s if softcap is None else softcap * torch.tanh(s / softcap)
+            s = s.masked_fill(hidden, float("-inf"))
+            lse_HT[h, start:stop] = s.logsumexp(-1)
+            p = s.softmax(-1)
+            spans = plan.step_S[first:last] - start
+            by_step = torch.stack([p[a:b].mean(0) for a, b in spans]) if len(spans) else None
+            for index, (a, b) in enumerate(spans):
+                later = _delta(plan, first, index, last)
+                if by_step is not None and later is not None:
+                    total = by_step[later:, a:b].sum()
+                    y_HS[h, first + index] = total / float(plan.divisor_S[first + index])
+    return y_HS, lse_HT
+
+
+def _delta(plan: Plan, first: int, index: int, last: int) -> int | None:
+    """The first step, within the sequence, that the step at `index` influences."""
+    query = plan.qmin_T[plan.step_S[first + index, 0]]
+    found = np.flatnonzero(plan.step_S[first:last, 0] == query)
+    return int(found[0]) if found.size else None
+
+
+def run_case(
+    device: str,
+    *,
+    lengths: list[int],
+    heads: int,
+    groups: int,
+    head: int,
+    dtype: str = "float32",
+    window: int | None = None,
+    softcap: float | None = None,
+    delta: int = 4,
+    mean: float = 4.0,
+    key_reduce: str = "mean",
+    gaps: bool = False,
+    tile: Tile | None = None,
+    seed: int = 0,
+    own_lse: bool = True,
+) -> dict[str, object]:
+    """Relative errors of one case: of the scores against float64 on the same inputs, and of the log-sum-exp."""
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    total, scale = sum(lengths), head**-0.5
+    q = (torch.randn(total, heads, head, generator=generator) * 2).to(getattr(torch, dtype)).to(device)
+    k = torch.randn(total, heads // groups, head, generator=generator).to(getattr(torch, dtype)).to(device)
+    spans = [random_spans(rng, n, mean, gaps) for n in lengths]
+    plan = make_plan(lengths, spans, delta=delta, key_reduce=key_reduce)  # type: ignore[arg-type]
+    want_HS, lse64_HT = dense_oracle(q, k, plan, scale, window, softcap)
+    lse_HT = row_lse(q, k, tuple(lengths), scale=scale, window=window, softcap=softcap)
+    sums = LayerSums(plan, torch.device(device), keep_heads=True, tile=tile)
+    given = lse_HT if own_lse else lse64_HT.float()
+    sums(q, k, given, scale=scale, window=window, softcap=softcap)
+    sums(q, k, given, scale=scale, window=window, softcap=softcap)  # the running max must not grow
+    got_HS = sums.heads_LHS[-1].double()
+    norm = max(float(want_HS.norm()), 1e-30)
+    best = float((sums.best_S.double() - want_HS.amax(0)).norm() / norm)
+    return {
+        "head": head,
+        "heads": heads,
+        "groups": groups,
+        "dtype": dtype,
+        "window": window,
+        "softcap": softcap,
+        "delta": delta,
+        "key_reduce": key_reduce,
+        "tokens": total,
+        "steps": len(plan.step_S),
+        "relative_error": float((got_HS - want_HS).norm()) / norm,
+        "relative_error_max": best,
+        "lse_error": float((lse_HT.double() - lse64_HT).abs().max()),
+        "norm": float(want_HS.norm()),
+    }
+
+
+SMALL_GRID: list[dict[str, object]] = [
+    {"lengths": [50, 7, 33], "heads": 4, "groups": 2, "head": 32},
+    {"lengths": [61], "heads": 2, "groups": 1, "head": 64, "dtype": "bfloat16"},
+    {"lengths": [40, 41], "heads": 2, "groups": 2, "head": 128, "dtype": "float16", "delta": 1},
+    {"lengths": [45], "heads": 1, "groups": 1, "head": 256, "key_reduce": "sum"},
+    {"lengths": [70, 20], "heads": 2, "groups": 1, "head": 32, "window": 9, "mean": 1.0},
+    {"lengths": [66], "heads": 2, "groups": 2, "head": 32, "window": 40, "softcap": 1.5},
+    {"lengths": [52, 1, 2], "heads": 3, "groups": 3, "head": 80, "softcap": 5.0, "dtype": "bfloat16"},
+    {"lengths": [90], "heads": 2, "groups": 1, "head": 32, "mean": 0.4, "gaps": True},
+    {"lengths": [48], "heads": 2, "groups": 1, "head": 32, "tile": Tile(32, 16, 4, 1, tma=True)},
+    {"lengths": [30], "heads": 2, "groups": 1, "head": 16, "mean": 30.0},
+]
+
+if __name__ == "__main__":
+    for case in SMALL_GRID:
+        print(json.dumps(run_case("cpu", **{"tile": SMALL, **case})), flush=True)  # type: ignore[arg-type]
+    sys.exit(0)
