@@ -9,6 +9,7 @@ import numpy as np
 
 from attnrl.algo.adaptive import Budget, choose_trunks
 from attnrl.algo.branching import Rule
+from attnrl.errors import ConfigError
 from attnrl.types import Branch, Forest, Group, Ids, Request, Rollout, Tree, Verdict
 
 
@@ -33,10 +34,12 @@ def plan(group: Group, *, rule: Rule, budget: Budget, rng: np.random.Generator) 
     chosen = set(choose_trunks(group, budget(group.accuracy, len(group.trunks)), rng))
     points: list[tuple[int, ...]] = []
     for i, trunk in enumerate(group.trunks):
-        found = rule(group.prompt, trunk, rng) if i in chosen else ()
+        found = tuple(int(p) for p in rule(group.prompt, trunk, rng)) if i in chosen else ()
         length = len(trunk.rollout.ids)
-        assert all(0 < p < length for p in found), f"branch points {found} outside (0, {length})"
-        points.append(tuple(found))
+        if not all(0 < p < length for p in found):
+            name = getattr(getattr(rule, "func", rule), "__name__", repr(rule))
+            raise ConfigError(f"rule {name} gave branch points {found}; each must be p with 0 < p < {length} tokens")
+        points.append(found)
     return Plan(group, tuple(points))
 
 
@@ -58,6 +61,11 @@ def branch_requests(plan: Plan, *, width: int, max_tokens: int, rng: np.random.G
     prompt = plan.group.prompt.ids
     requests = []
     for trunk, point in plan.spots:
+        if point >= max_tokens:
+            raise ConfigError(
+                f"a branch at token {point} has nothing left of the response limit of {max_tokens} tokens: the trunk "
+                "was drawn under a larger limit; resume with that limit"
+            )
         context = np.concatenate([prompt, plan.group.trunks[trunk].rollout.ids[:point]])
         requests += [Request(context, max_tokens - point, draw_seed(rng)) for _ in range(width)]
     return requests
