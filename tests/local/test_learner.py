@@ -120,8 +120,8 @@ def test_loss_and_gradients_equal_a_naive_loop(kind: str, options: LossOptions) 
         ([[i] for i in range(9)], {}),
         ([[8, 2, 5], [0, 1], [7, 3, 6, 4]], {}),
         ([[4, 3, 2, 1, 0, 8, 7, 6, 5]], {"pad_multiple": 64}),
-        ([[0, 1, 2, 3], [4, 5, 6, 7, 8]], {"pad_multiple": 16, "logit_chunk": 5}),
-        ([[0, 1, 2, 3, 4], [5, 6, 7, 8]], {"gradient_checkpointing": True, "logit_chunk": 7}),
+        ([[0, 1, 2, 3], [4, 5, 6, 7, 8]], {"pad_multiple": 16, "logit_chunk_tokens": 5}),
+        ([[0, 1, 2, 3, 4], [5, 6, 7, 8]], {"gradient_checkpointing": True, "logit_chunk_tokens": 7}),
     ],
     ids=["one by one", "other order", "padded", "padded and chunked", "checkpointed"],
 )
@@ -199,7 +199,7 @@ def test_importance_weights_use_the_learner_before_the_update() -> None:
 
 
 def test_warmup_of_the_learning_rate() -> None:
-    options = LearnerOptions(lr=4e-4, warmup_updates=4, loss=LossOptions(kl_weight=0.0), minibatch_prompts=None)
+    options = LearnerOptions(lr=4e-4, lr_warmup_updates=4, loss=LossOptions(kl_weight=0.0), minibatch_prompts=None)
     learner = Learner(tiny(), options=options)
     rates = [learner.update(batch(), version=v)["policy/lr"] for v in range(5)]
     assert rates == pytest.approx([2e-4, 3e-4, 4e-4, 4e-4, 4e-4])
@@ -207,7 +207,7 @@ def test_warmup_of_the_learning_rate() -> None:
 
 def test_non_finite_updates_are_skipped_counted_and_end_training() -> None:
     model = tiny()
-    options = LearnerOptions(loss=LossOptions(kl_weight=0.0), max_skipped=2, minibatch_prompts=None)
+    options = LearnerOptions(loss=LossOptions(kl_weight=0.0), max_bad_updates=2, minibatch_prompts=None)
     learner = Learner(model, options=options)
     good, bad = batch(3), batch(3)
     bad[0].advantages[0] = np.nan

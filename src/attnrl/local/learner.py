@@ -32,26 +32,26 @@ class LearnerOptions:
 
     loss: LossOptions = field(default_factory=LossOptions)
     lr: float = 1e-6
-    warmup_updates: int = 0  # updates over which the learning rate rises linearly, then constant
+    lr_warmup_updates: int = 0  # updates over which the learning rate rises linearly, then constant
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01  # on matrices only
-    clip_norm: float | None = 1.0  # global gradient norm; None: no clipping
+    max_grad_norm: float | None = 1.0  # gradients are scaled down to this global norm; None: never
     minibatch_prompts: int | None = 32  # prompts per update; None: all at once
     minibatch_samples: int | None = None  # samples per update, instead of prompts (released code: 192)
     microbatch_tokens: int = 16384  # tokens per forward; a longer sample gets a forward of its own
     pad_multiple: int = 1  # microbatches are filled up to a multiple of this many tokens
-    logit_chunk: int | None = None  # tokens whose logits are held at once; None: by vocabulary, 512 MiB
+    logit_chunk_tokens: int | None = None  # tokens whose logits are held at once; None: by vocabulary, 512 MiB
     gradient_checkpointing: bool = False  # run layers again in backward instead of keeping activations
     temperature: float = 1.0  # of the sampler: log-probs are those of the distribution drawn from
-    max_skipped: int = 5  # non-finite updates in a row before training stops
+    max_bad_updates: int = 5  # non-finite updates in a row before training stops
     seed: int = 0  # of the order of samples
 
     def __post_init__(self) -> None:
-        for name in ("lr", "microbatch_tokens", "pad_multiple", "temperature", "max_skipped"):
+        for name in ("lr", "microbatch_tokens", "pad_multiple", "temperature", "max_bad_updates"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}")
-        for name in ("minibatch_prompts", "minibatch_samples", "logit_chunk", "clip_norm"):
+        for name in ("minibatch_prompts", "minibatch_samples", "logit_chunk_tokens", "max_grad_norm"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be greater than 0 or None, not {value}")
@@ -77,7 +77,7 @@ class Learner:
             betas=self.options.betas,
             eps=self.options.eps,
             weight_decay=self.options.weight_decay,
-            clip_norm=self.options.clip_norm,
+            clip_norm=self.options.max_grad_norm,
         )
         self.updates = 0  # optimizer steps made
         self.skipped = 0  # updates left out for a non-finite loss or gradient, in all
@@ -109,7 +109,7 @@ class Learner:
 
     def learning_rate(self) -> float:
         """Of the next update: constant after a linear rise."""
-        warmup = self.options.warmup_updates
+        warmup = self.options.lr_warmup_updates
         return self.options.lr * min(1.0, (self.updates + 1) / warmup) if warmup else self.options.lr
 
     def accumulate(self, samples: Sequence[Sample], packs: Sequence[Sequence[int]]) -> UpdateMetrics:
@@ -140,7 +140,7 @@ class Learner:
         return pack(samples, rows, self.device, multiple=self.options.pad_multiple)
 
     def _logprobs(self, model: Any, microbatch: Pack) -> Tensor:
-        chunk = self.options.logit_chunk
+        chunk = self.options.logit_chunk_tokens
         return pack_logprobs(model, microbatch, temperature=self.options.temperature, chunk=chunk)
 
     def _old_logprobs(self, samples: Sequence[Sample], minibatches: list[list[list[int]]]) -> dict[int, Tensor]:
@@ -180,7 +180,7 @@ class Learner:
         self.skipped += 1
         self.skipped_in_a_row += 1
         metrics.skipped += 1
-        if self.skipped_in_a_row >= self.options.max_skipped:
+        if self.skipped_in_a_row >= self.options.max_bad_updates:
             raise TrainingError(
                 f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient norm; "
                 "resume from an earlier checkpoint with a lower lr or float32"
@@ -203,7 +203,7 @@ class Learner:
                     hidden_TD,
                     microbatch,
                     temperature=options.temperature,
-                    chunk=options.logit_chunk,
+                    chunk=options.logit_chunk_tokens,
                     entropy_gradient=options.loss.entropy_weight != 0,
                 )
                 sums = loss_sums(

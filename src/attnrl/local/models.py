@@ -5,6 +5,7 @@ Shapes: N tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ class LoraOptions:
     """Low-rank adapters instead of full weights (extra `lora`)."""
 
     rank: int = 16
-    alpha: int = 32
+    alpha: float = 32.0
     targets: tuple[str, ...] | str = "all-linear"  # module names, or all linear layers of the body
 
 
@@ -74,17 +75,31 @@ def load_model(name_or_path: str | Path, *, device: str = "auto", dtype: str = "
     name = check_model_path(name_or_path)
     target = pick_device(device)
     torch_dtype = pick_dtype(dtype, target)
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(name)
         if hasattr(config, "attention_dropout"):
             config.attention_dropout = 0.0
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = load_tokenizer(name)
         model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch_dtype, attn_implementation="sdpa")
     except OSError as error:
         raise MissingFileError(f"cannot load model {name!r}: {error}") from error
     return prepare_model(model.to(target)), tokenizer
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """The tokenizer of a model directory or hub name.
+
+    A directory whose tokenizer_config.json names the plain tokenizers class gets exactly its tokenizer.json: for some
+    model types (Qwen2) AutoTokenizer would put the family's own splitting rules over it.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    file = Path(name, "tokenizer_config.json")
+    declared = json.loads(file.read_text("utf-8")).get("tokenizer_class") if file.is_file() else None
+    plain_class = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return (PreTrainedTokenizerFast if plain_class else AutoTokenizer).from_pretrained(str(name))
 
 
 def prepare_model(model: Any) -> Any:
@@ -106,7 +121,7 @@ def add_lora(model: Any, options: LoraOptions) -> Any:
     targets = options.targets if isinstance(options.targets, str) else list(options.targets)
     config = LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides by the rank: any number will do
         lora_dropout=0.0,
         target_modules=targets,
         task_type="CAUSAL_LM",

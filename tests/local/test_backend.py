@@ -1,0 +1,218 @@
+"""The three parts see one policy, and a checkpoint restores it exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from attnrl.config import load_config
+from attnrl.data.task_tokenizer import task_tokenizer
+from attnrl.errors import ConfigError, MissingFileError
+from attnrl.local import BackendOptions, LearnerOptions, LocalBackend, LoraOptions, LossOptions, load_backend
+from attnrl.local.backend import backend_from_config, learner_options
+from attnrl.local.logprobs import pack_logprobs
+from attnrl.local.models import add_lora, prepare_model
+from attnrl.local.packing import pack
+from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Step, as_floats, as_ids
+
+KINDS: dict[str, Any] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+OPTIONS = LearnerOptions(lr=1e-3, minibatch_prompts=2, microbatch_tokens=64, loss=LossOptions(kl_weight=0.01))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return task_tokenizer()
+
+
+def tiny(tokenizer: PreTrainedTokenizerFast, kind: str = "qwen2", dtype: torch.dtype = torch.float32) -> Any:
+    config, model = KINDS[kind]
+    torch.manual_seed(0)
+    made = model(
+        config(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=256,
+            tie_word_embeddings=kind != "llama",
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+    return prepare_model(made.to(dtype))
+
+
+def draw(backend: LocalBackend, count: int = 8, seed: int = 0) -> tuple[list[Request], list[Rollout]]:
+    rng = np.random.default_rng(seed)
+    requests = [
+        Request(as_ids(rng.integers(4, 60, int(rng.integers(3, 20)))), max_tokens=int(rng.integers(4, 24)), seed=i)
+        for i in range(count)
+    ]
+    return requests, backend.generate(requests, Sampling(temperature=backend.options.temperature))
+
+
+def samples_of(requests: list[Request], rollouts: list[Rollout]) -> list[Sample]:
+    return [
+        Sample(
+            r.context, o.ids, as_floats(np.random.default_rng(i).normal(size=len(o.ids))), o.logprobs, uid=str(i // 2)
+        )
+        for i, (r, o) in enumerate(zip(requests, rollouts, strict=True))
+    ]
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_sampler_learner_and_scorer_agree_on_log_probs(
+    tokenizer: PreTrainedTokenizerFast, kind: str, temperature: float
+) -> None:
+    """Trunks, and branches that continue them; within 1e-4 per token, in float32."""
+    backend = LocalBackend(tiny(tokenizer, kind), tokenizer, options=BackendOptions(temperature=temperature))
+    requests, rollouts = draw(backend)
+    long = [(r, o) for r, o in zip(requests, rollouts, strict=True) if len(o.ids) > 2]
+    branches = [Request(np.concatenate([r.context, o.ids[:2]]), max_tokens=12, seed=90) for r, o in long]
+    requests = requests + branches
+    rollouts = rollouts + backend.generate(branches, Sampling(temperature=temperature))
+    samples = samples_of(requests, rollouts)
+    packed = pack(samples, range(len(samples)), "cpu")
+    learner = pack_logprobs(backend.model, packed, temperature=temperature)
+    torch.testing.assert_close(learner, packed.behaviour_N, atol=1e-4, rtol=0)
+    asked = [ScoreRequest(s.prompt, s.response, (Step(0, len(s.response)),)) for s in samples]
+    scores = np.concatenate([s.logprobs for s in backend.score(asked)])
+    np.testing.assert_allclose(scores, packed.behaviour_N.numpy(), atol=1e-4)
+
+
+def test_first_update_is_on_policy_then_versions_rise(tokenizer: PreTrainedTokenizerFast) -> None:
+    options = LearnerOptions(lr=1e-3, minibatch_prompts=None, loss=LossOptions(kl_weight=0.01))
+    backend = LocalBackend(tiny(tokenizer), tokenizer, learner=options)
+    requests, rollouts = draw(backend)
+    metrics = backend.update(samples_of(requests, rollouts))
+    assert metrics["policy/behaviour_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["policy/clip_fraction"] == 0.0
+    assert backend.version == 1
+    assert {o.version for o in rollouts} == {0}
+    assert {o.version for o in draw(backend)[1]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lora"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)],
+    ids=["float32", "bfloat16", "lora"],
+)
+def test_a_loaded_checkpoint_continues_bit_for_bit(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, dtype: torch.dtype, lora: bool
+) -> None:
+    def build() -> LocalBackend:
+        model = tiny(tokenizer, dtype=dtype)
+        if lora:
+            torch.manual_seed(5)
+            model = add_lora(model, LoraOptions(rank=4, targets=("q_proj", "down_proj")))
+        return LocalBackend(model, tokenizer, learner=OPTIONS)
+
+    def go_on(backend: LocalBackend, iterations: int) -> list[dict[str, float]]:
+        return [backend.update(samples_of(*draw(backend, seed=backend.version))) for _ in range(iterations)]
+
+    straight = build()
+    go_on(straight, 1)
+    straight.save(tmp_path)
+    expected = go_on(straight, 2)
+
+    resumed = build()
+    places = [p.data_ptr() for p in resumed.model.parameters()]
+    resumed.load(tmp_path)
+    assert resumed.version == 1
+    assert places == [p.data_ptr() for p in resumed.model.parameters()]
+    assert go_on(resumed, 2) == expected
+    assert same(weights(resumed.model), weights(straight.model))
+    assert not same(weights(straight.model), weights(build().model))
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_checkpoint_is_a_hugging_face_model(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, lora: bool) -> None:
+    model = tiny(tokenizer)
+    if lora:
+        model = add_lora(model, LoraOptions(rank=4, targets=("q_proj", "v_proj")))
+    backend = LocalBackend(model, tokenizer, learner=OPTIONS)
+    requests, rollouts = draw(backend)
+    backend.update(samples_of(requests, rollouts))
+    backend.save(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    samples = samples_of(*draw(backend))
+    for sample in samples:
+        ids = torch.tensor(np.concatenate([sample.prompt, sample.response])[None].astype(np.int64))
+        with torch.no_grad():
+            logprobs = torch.log_softmax(loaded(ids).logits[0].float(), -1)[len(sample.prompt) - 1 : -1]
+        found = logprobs.gather(-1, ids[0, len(sample.prompt) :, None])[:, 0]
+        np.testing.assert_allclose(found.numpy(), sample.logprobs, atol=1e-4)
+    again, reloaded = load_backend(tmp_path / "model", device="cpu", dtype="float32")
+    assert reloaded.encode("How many lamps are there?") == tokenizer.encode("How many lamps are there?")
+    assert all(np.array_equal(a.ids, b.ids) for a, b in zip(draw(again)[1], draw(backend)[1], strict=True))
+
+
+def test_evaluation_needs_no_learner(tokenizer: PreTrainedTokenizerFast) -> None:
+    backend = LocalBackend(tiny(tokenizer), tokenizer)
+    assert backend.learner is None
+    with pytest.raises(ConfigError, match="without learner options"):
+        backend.update([])
+
+
+def test_missing_paths_are_named_before_anything_loads(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="nowhere"):
+        load_backend(tmp_path / "nowhere")
+    with pytest.raises(MissingFileError, match=r"config\.json"):
+        load_backend(str(tmp_path))
+    backend = LocalBackend(tiny(tokenizer), tokenizer)
+    with pytest.raises(MissingFileError, match="no checkpoint"):
+        backend.load(tmp_path)
+    with pytest.raises(MissingFileError, match="no directory"):
+        backend.save(tmp_path / "nowhere")
+    backend.export(tmp_path)
+    with pytest.raises(ConfigError, match="int3"):
+        load_backend(tmp_path, device="cpu", dtype="int3")
+    with pytest.raises(ConfigError, match="gpu"):
+        load_backend(tmp_path, device="gpu")
+
+
+def test_a_config_becomes_a_backend(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    LocalBackend(tiny(tokenizer), tokenizer).export(tmp_path)
+    flags = {"model.path": str(tmp_path), "model.device": "cpu", "update.lr": 2e-4, "update.dual_clip": 3.0}
+    config = load_config("attnrl_1p5b", {**flags, "model.lora_rank": 2, "sampling.temperature": 0.8})
+    options = learner_options(config)
+    assert (options.lr, options.loss.dual_clip, options.temperature) == (2e-4, 3.0, 0.8)
+    backend = backend_from_config(config)
+    assert backend.learner is not None
+    trainable = {n for n, p in backend.model.named_parameters() if p.requires_grad}
+    assert trainable
+    assert all("lora" in name for name in trainable)
+    assert backend.update(samples_of(*draw(backend)))["policy/updates"] == 1
