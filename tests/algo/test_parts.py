@@ -1,0 +1,71 @@
+"""From a name in a config to a part with its options bound."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+
+from attnrl.algo.adaptive import BUDGETS
+from attnrl.algo.advantages import ESTIMATORS
+from attnrl.algo.branching import RULES
+from attnrl.algo.parts import bind, find
+from attnrl.algo.steps import SEGMENTERS
+
+
+def test_ours_by_name_with_knobs_and_options(build):
+    trunk = build.trunk(30, 1.0, starts=(5, 10, 15, 20, 25), fci=[0, 3, 1, 2, 5, 4])
+    rule = bind(RULES, "fci", {"top_fraction": 1.0}, {"points": 3, "width": 2})
+    assert rule(build.prompt(), trunk, np.random.default_rng(0)) == (5, 10, 15)
+
+
+def test_an_option_wins_over_a_knob():
+    cut = bind(SEGMENTERS, "every_n_tokens", {"tokens": 2}, {"tokens": 3})
+    assert [s.tokens for s in cut(list("abcd"))] == [2, 2]
+
+
+def test_a_knob_the_part_does_not_have_is_not_offered():
+    assert bind(BUDGETS, "all", {}, {"rounding": "ceil"})(1.0, 6) == 6
+    assert bind(BUDGETS, "difficulty", {}, {"rounding": "ceil"})(1.0, 6) == 3
+
+
+def test_an_unknown_option_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"'fci' has no option 'pionts'; it has: points, top_fraction"):
+        bind(RULES, "fci", {"pionts": 2}, {})
+
+
+def test_positional_parameters_are_no_options():
+    with pytest.raises(ValueError, match=r"no option 'accuracy'; it has: none"):
+        bind(BUDGETS, "all", {"accuracy": 1.0}, {})
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown name 'fcl'; known: fci, surprisal.*package.module:function"):
+        find(RULES, "fcl")
+
+
+def test_own_parts_by_module_and_function():
+    assert find({}, "math:sqrt")(9.0) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("no_such_module:rule", "no_such_module"),
+        ("math:no_such", "no_such"),
+        ("math:pi", "not a function"),
+        (":f", ":f"),
+    ],
+)
+def test_what_cannot_be_found_is_said(name, why):
+    with pytest.raises(ValueError, match=why):
+        find({}, name)
+
+
+@pytest.mark.parametrize("table", [RULES, SEGMENTERS, ESTIMATORS, BUDGETS])
+def test_every_option_of_ours_has_a_default(table):
+    """So that a name alone is enough."""
+    for part in table.values():
+        for parameter in inspect.signature(part).parameters.values():
+            assert parameter.kind is not parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
