@@ -41,7 +41,10 @@ def find(table: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., An
         return table[name]
     module, _, attribute = name.partition(":")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:  # the last two: no module, a relative one
         raise ValueError(f"cannot import {name!r}: {error}") from error
-    return found
+    if not callable(found):
+        raise ValueError(f"{name!r} is not a function but {type(found).__name__}")
+    function: Callable[..., Any] = found
+    return function
