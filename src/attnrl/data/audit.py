@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,7 +46,7 @@ _MARKUP = re.compile(
     | \\""",
     re.VERBOSE,
 )
-_BRACED = re.compile(r"\{\s*([a-zA-Z0-9]*)\s*\}")
+_BRACED = re.compile(r"\{\s*([a-zA-Z]*|\d)\s*\}")  # not {12}{3}: without braces it would read as {1}{23}
 _PUNCTUATION = re.compile(r"[\s,;:?!]|\.(?!\d)")
 _WORD = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|[+\-=<>*/^|%()]")
 _DRAWING = re.compile(r"\[asy\].*?(?:\[/asy\]|\Z)", re.DOTALL)
@@ -55,6 +55,9 @@ _NUMBER = re.compile(
 )
 _BRACKETS = re.compile(r"[{}()\[\]_]")
 _OPTION = re.compile(r"[{(]*[a-z][)}]*")
+
+
+Same = Callable[[str, str], bool]  # do two answers mean the same? The verifier's equality fits
 
 
 def _plain(text: str) -> str:
@@ -68,11 +71,9 @@ def _plain(text: str) -> str:
 def problem_key(text: str) -> str:
     r"""The text by which problems, and answers, are compared.
 
-    >>> problem_key(r"Find $x^{2}$, where \( x = \dfrac{1}{2} \).") == problem_key(r"find $x^2$ where $x=\frac12$")
-    False
-    >>> problem_key(r"Find $x^{2}$, where \( x = 2.5 \).") == problem_key("find $x^2$ where\n$x=2.5$")
+    >>> problem_key(r"Find $x^{2}$, where \( x = \dfrac{1}{2} \).") == problem_key(r"find $x^2$ where $x=\frac12$.")
     True
-    >>> problem_key("Find 2.5") == problem_key("Find 25")
+    >>> problem_key(r"\frac{12}{3}") == problem_key(r"\frac{1}{23}") or problem_key("2.5") == problem_key("25")
     False
     """
     return _PUNCTUATION.sub("", _plain(text))
@@ -97,7 +98,18 @@ class Duplicate:
     @property
     def conflicting_value(self) -> bool:
         """The answers still differ when spacing and markup are taken away."""
-        return len({problem_key(answer) for answer in self.answers}) > 1
+        return self.disagree()
+
+    def disagree(self, same: Same | None = None) -> bool:
+        """Some record shares no answer with the first one: neither by key nor, where it is given, by `same`."""
+        first = self.records[0].answers
+        keys = {_loose_key(answer) for answer in first}
+        for record in self.records[1:]:
+            if not keys.isdisjoint(_loose_key(answer) for answer in record.answers):
+                continue
+            if same is None or not any(same(a, b) for a in record.answers for b in first):
+                return len(first) > 0 or len(record.answers) > 0
+        return False
 
 
 def duplicates(records: Iterable[Record]) -> list[Duplicate]:
@@ -114,8 +126,8 @@ def leaks(records: Iterable[Record]) -> list[Record]:
         record
         for record in records
         if "boxed" in record.problem
-        and (boxed := last_boxed(record.problem)) is not None
-        and problem_key(boxed) in {problem_key(answer) for answer in record.answers}
+        and (boxed := last_boxed(record.problem))
+        and _loose_key(boxed) in {_loose_key(answer) for answer in record.answers}
     ]
 
 
@@ -243,14 +255,21 @@ class Cleaned:
     repeated: int  # further copies of a problem that is kept
 
 
-def clean(records: Iterable[Record], evals: Iterable[Record] = ()) -> Cleaned:
-    """The records without benchmark problems, leaked answers, conflicting groups and further copies; order kept."""
+def clean(records: Iterable[Record], evals: Iterable[Record] = (), same: Same | None = None) -> Cleaned:
+    """The records without benchmark problems, leaked answers, conflicting groups and further copies; order kept.
+
+    Answers conflict when they differ beyond spacing and markup; `same` decides finer, so that 1/2 and 0.5 agree.
+    """
     rows = list(records)
     dirty = {id(overlap.record) for overlap in contamination(rows, evals)}
     leaked = {id(record) for record in leaks(rows)} - dirty
     rest = [record for record in rows if id(record) not in dirty | leaked]
-    groups = duplicates(rest)
-    conflicting = {id(record) for group in groups if group.conflicting_value for record in group.records}
-    repeated = {id(record) for group in groups if not group.conflicting_value for record in group.records[1:]}
+    conflicting: set[int] = set()
+    repeated: set[int] = set()
+    for group in duplicates(rest):
+        if group.disagree(same):
+            conflicting.update(id(record) for record in group.records)
+        else:
+            repeated.update(id(record) for record in group.records[1:])
     kept = tuple(record for record in rest if id(record) not in conflicting | repeated)
     return Cleaned(kept, len(dirty), len(leaked), len(conflicting), len(repeated))

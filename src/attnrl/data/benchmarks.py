@@ -56,8 +56,8 @@ def load_benchmark(name: str, data_dir: str | os.PathLike[str] | None = None) ->
         found = [place for place in places if place.is_file()]
         if not found:
             raise MissingFileError(
-                f"benchmark {name}: neither {places[0]} nor {places[1]} exists; put the file there, or unset ATTNRL_DATA "
-                f"and data_dir to take {benchmark.hub} from the hub"
+                f"benchmark {name}: neither {places[0]} nor {places[1]} exists; put the file there, or "
+                f"unset ATTNRL_DATA and data_dir to take {benchmark.hub} from the hub"
             )
         source = str(found[0])
     records = load_records(source, strict=True)

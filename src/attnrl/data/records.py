@@ -22,7 +22,8 @@ INFO_COLUMNS = ("level", "type", "subject", "difficulty", "data_source", "offlin
 # Instructions that data sets append or prepend to the problem; the template adds ours, so theirs would be a second one.
 _CLOSING = re.compile(
     r"""(?:(?<=\s)|\A)(?:Let's\ think\ step\ by\ step|Please\ reason\ step\ by\ step|Think\ step\ by\ step
-    |Reason\ step\ by\ step|Please\ (?:put|give|write)|Put\ your\ final\ answer|Present\ the\ answer|Output\ the\ final\ answer)
+    |Reason\ step\ by\ step|Please\ (?:put|give|write)|Put\ your\ final\ answer|Present\ the\ answer
+    |Output\ the\ final\ answer)
     [^.\n]{0,120}?(?:\\boxed\s*\{\s*\}|["'“]\#\#\#\#["'”])[^.\n]{0,40}\.?\s*\Z""",
     re.VERBOSE,
 )

@@ -49,29 +49,23 @@ class PromptStream:
         """
         if n < 0:
             raise ValueError(f"cannot draw {n} prompts")
-        epoch, offset, put_off = self._read(position)
-        drawn: list[str] = []
-        held: set[str] = set()
+        epoch, offset, waiting = self._read(position)
+        drawn, put_off = waiting[:n], waiting[n:]
+        held = set(drawn) if n <= len(self) else set()  # a draw beyond one epoch must repeat
         while len(drawn) < n:
             order = self._epoch(epoch)
-            distinct = n <= len(self)
-            waiting = [uid for uid in put_off if distinct and uid in held]
-            ready = [uid for uid in put_off if not (distinct and uid in held)]
-            if ready:
-                uid = ready[0]
-                put_off.remove(uid)
-            elif offset < len(order):
-                uid = order[offset]
-                offset += 1
-                if distinct and uid in held:
-                    put_off.append(uid)
-                    continue
-            else:
-                assert not waiting, "a draw of at most one epoch cannot exhaust two"
+            if offset == len(order):
+                assert not put_off, "a draw of at most one epoch never runs into a third"
                 epoch, offset = epoch + 1, 0
                 continue
+            uid = order[offset]
+            offset += 1
+            if uid in held:
+                put_off.append(uid)
+                continue
             drawn.append(uid)
-            held.add(uid)
+            if n <= len(self):
+                held.add(uid)
         after = {"data": self.fingerprint, "seed": self.seed, "epoch": epoch, "offset": offset, "put_off": put_off}
         return [self._prompts[uid] for uid in drawn], after
 

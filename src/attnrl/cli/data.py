@@ -1,0 +1,155 @@
+"""attnrl data: a report on data files before training on them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from attnrl.data.audit import Duplicate, Overlap, clean, contamination, duplicates, leaks
+from attnrl.data.benchmarks import BENCHMARKS, load_benchmark
+from attnrl.data.records import Record, Records, load_records
+from attnrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Report on data files: rows, layout, empty answers, duplicates, conflicting and leaked answers, and benchmark
+    problems among them, each with its rows (counted from 0).
+
+    A FILE is parquet, json, jsonl (also .gz), a directory, or a hub data set such as openai/gsm8k or
+    hf:openai/gsm8k/main:test. Example: attnrl data train.parquet --against aime24 math500
+    """
+
+    files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE...")]
+    """Files or data sets to report on."""
+    against: tuple[str, ...] = ()
+    """Benchmarks (aime24, aime25, amc23, math500, minerva, olympiad, gsm8k, or all) or files that rows must not repeat."""
+    split: str = "train"
+    """Split to take of a directory or hub data set."""
+    clean: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
+    """Write the rows worth training on here: no contamination, no leaked or conflicting answers, one copy of each."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
+    """Write the report here as JSON, with every row number."""
+    rows: int = 12
+    """Row numbers to show for each finding; 0 shows all."""
+
+
+def main(argv: list[str]) -> int | None:
+    """Print the report; with --clean write the rows worth keeping."""
+    options = tyro.cli(Options, args=argv, prog="attnrl data")
+    evals = [record for name in _names(options.against) for record in _benchmark(name, options.split)]
+    if not options.files:
+        raise ConfigError("name at least one file or hub data set; `attnrl data --help` shows how")
+    reports: list[dict[str, Any]] = []
+    kept: list[Record] = []
+    console = Console(stderr=True)
+    for file in options.files:
+        with console.status(f"reading {file} and comparing its rows"):
+            records = load_records(file, split=options.split)
+            report = _report(records, evals, bool(options.against))
+        _show(report, options.rows)
+        reports.append(report)
+        kept.extend(records)
+    if options.json is not None:
+        options.json.write_text(json.dumps(reports, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if options.clean is not None:
+        _write_clean(options.clean, kept, evals)
+    return 0
+
+
+def _names(against: tuple[str, ...]) -> list[str]:
+    return [name for given in against for name in (BENCHMARKS if given == "all" else [given])]
+
+
+def _benchmark(name: str, split: str) -> list[Record]:
+    return load_benchmark(name) if name in BENCHMARKS else list(load_records(name, split=split))
+
+
+def _report(records: Records, evals: list[Record], checked: bool) -> dict[str, Any]:
+    groups = duplicates(records)
+    report: dict[str, Any] = {
+        "source": records.source,
+        "rows": records.rows,
+        "layout": records.layout,
+        "skipped": {
+            reason: [_row(s.where) for s in records.skipped if s.reason == reason]
+            for reason in Counter(s.reason for s in records.skipped)
+        },
+        "duplicate_copies": sum(len(group.records) - 1 for group in groups),
+        "duplicates": [_group(group) for group in groups],
+        "conflicting": [_group(group) for group in groups if group.conflicting],
+        "conflicting_value": sum(group.conflicting_value for group in groups),
+        "leaked_answers": [record.row for record in leaks(records)],
+    }
+    if checked:
+        report["contamination"] = [_overlap(overlap) for overlap in contamination(records, evals)]
+    return report
+
+
+def _row(where: str) -> int:
+    return int(where.rpartition(":")[2])
+
+
+def _group(group: Duplicate) -> dict[str, Any]:
+    return {"rows": [record.row for record in group.records], "answers": list(group.answers)}
+
+
+def _overlap(overlap: Overlap) -> dict[str, Any]:
+    return {
+        "row": overlap.record.row,
+        "benchmark": overlap.benchmark.where,
+        "kind": overlap.kind,
+        "share": round(overlap.share, 3),
+        "same_answer": overlap.same_answer,
+    }
+
+
+def _show(report: dict[str, Any], limit: int) -> None:
+    def some(items: list[Any]) -> str:
+        shown = items if limit == 0 else items[:limit]
+        more = f" and {len(items) - len(shown)} more" if len(items) > len(shown) else ""
+        return ", ".join(str(item) for item in shown) + more
+
+    def groups(key: str) -> str:
+        return some(["=".join(map(str, group["rows"])) for group in report[key]])
+
+    print(f"{report['source']}\n  {report['rows']} rows, layout {report['layout']}")
+    for reason, rows in report["skipped"].items():
+        print(f"  {reason}: {len(rows)} rows left out: {some(rows)}")
+    if report["duplicates"]:
+        copies, count = report["duplicate_copies"], len(report["duplicates"])
+        print(f"  duplicates: {copies} further copies in {count} groups: {groups('duplicates')}")
+    if report["conflicting"]:
+        print(
+            f"  conflicting answers: {len(report['conflicting'])} of these groups as written, "
+            f"{report['conflicting_value']} beyond spelling: {groups('conflicting')}"
+        )
+    if report["leaked_answers"]:
+        rows = report["leaked_answers"]
+        print(f"  answer shown in the problem: {len(rows)} rows: {some(rows)}")
+    for kind, meaning in (("repeat", "the same problem"), ("near", "same wording, other number or question")):
+        found = [hit for hit in report.get("contamination", []) if hit["kind"] == kind]
+        if found:
+            pairs = some([f"{hit['row']} ({hit['benchmark']})" for hit in found])
+            print(f"  benchmark problems, {kind} ({meaning}): {len(found)} rows: {pairs}")
+    if report.get("contamination") == []:
+        print("  benchmark problems: none")
+
+
+def _write_clean(path: Path, records: list[Record], evals: list[Record]) -> None:
+    cleaned = clean(records, evals)
+    with path.open("w", encoding="utf-8") as out:
+        for record in cleaned.records:
+            row = {"problem": record.problem, "answer": list(record.answers), "from": record.where, **record.info}
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+    print(
+        f"{path}: {len(cleaned.records)} of {len(records)} rows kept; left out: {cleaned.contaminated} benchmark "
+        f"problems, {cleaned.leaked} leaked answers, {cleaned.conflicting} in conflicting groups, "
+        f"{cleaned.repeated} further copies"
+    )
