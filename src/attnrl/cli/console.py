@@ -1,0 +1,58 @@
+"""The live console of a run: one line an iteration, with the time that is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+
+HEADER = "iteration  prompts  accuracy  valid  samples    length  entropy      kl  grad norm  gen tok/s    eta"
+
+
+def console_line(iterations: int, console: Console | None = None) -> Callable[[dict[str, float]], None]:
+    """An observer that prints one line an iteration."""
+    out = console or Console()
+    start, first = time.monotonic(), 0
+    lines = 0
+
+    def show(metrics: dict[str, float]) -> None:
+        nonlocal lines, first
+        done = int(metrics["iteration"])
+        evaluated = {k: v for k, v in metrics.items() if k.startswith("eval/") and k.endswith("/pass@1")}
+        if "train/samples" in metrics:
+            if lines % 20 == 0:
+                out.print(HEADER, style="bold")
+            if lines == 0:
+                first = done - 1
+            lines += 1
+            left = (time.monotonic() - start) / max(done - first, 1) * (iterations - done)
+            out.print(_line(metrics, done, iterations, left), highlight=False)
+        for name, value in evaluated.items():
+            low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
+            band = f"  [95 % {low:.1%} to {high:.1%}]" if low is not None and high is not None else ""
+            title = name.removeprefix("eval/").removesuffix("/pass@1")
+            out.print(f"held-out {title} after {done}: {value:.1%}{band}", style="green", highlight=False)
+
+    return show
+
+
+def _line(m: dict[str, float], done: int, iterations: int, left: float) -> str:
+    speed = m.get("generate/tokens", 0.0) / max(m.get("seconds/generate", 0.0), 1e-9)
+    return (
+        f"{done:>5}/{iterations:<5}{m.get('batch/prompts', 0):>6.0f}{m.get('trunks/accuracy', 0):>10.1%}"
+        f"{m.get('both/valid', m.get('trunks/valid', 0)):>7.0%}{m.get('train/samples', 0):>9.0f}"
+        f"{m.get('generate/length', 0):>10.1f}{m.get('policy/entropy', float('nan')):>9.3f}"
+        f"{m.get('policy/kl', float('nan')):>8.4f}{m.get('policy/grad_norm', float('nan')):>11.3f}{speed:>11.0f}"
+        f"{_span(left):>7}"
+    )
+
+
+def _span(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> _span(75), _span(7300)
+    ('1m15s', '2h01m')
+    """
+    whole = round(seconds)
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m" if whole >= 3600 else f"{whole // 60}m{whole % 60:02d}s"

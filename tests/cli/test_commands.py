@@ -1,0 +1,94 @@
+"""The command line: help is fast and free of torch, mistakes end in one message and exit code 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from attnrl.cli import COMMANDS, run
+from attnrl.config import Config, load_config, presets
+
+
+def attnrl(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "attnrl", *args], capture_output=True, text=True, check=False)
+
+
+def test_help_lists_every_command_and_imports_no_torch() -> None:
+    code = (
+        "import sys; from attnrl.cli import run; run(['--help']);"
+        "assert not {'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert all(name in answer.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    answer = attnrl(command, "--help")
+    assert answer.returncode == 0, answer.stderr
+    assert len(answer.stdout.splitlines()) >= 1
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nonsense"], "no command 'nonsense'"),
+        (["config"], "give one preset"),
+        (["config", "attnrl_1p5b", "--algo.pionts", "2"], "did you mean algo.points"),
+        (["config", "attnrl_1p5b", "--algo.points", "0"], "algo.points"),
+        (["config", "attnrl_1p5b", "--algo.points"], "needs a value"),
+        (["config", "missing.toml"], "missing.toml does not exist"),
+        (["presets", "extra"], "takes no arguments"),
+        (["train"], "give one preset"),
+        (["train", "demo"], "--run-dir"),
+        (["train", "demo", "--run-dir", "x", "--data.train", "[]"], "data.train"),
+        (["train", "demo", "--run-dir", "x", "--data.train", '["no/such/file.jsonl"]'], "no/such/file.jsonl"),
+    ],
+)
+def test_mistakes_end_in_one_message_and_exit_code_2(args: list[str], message: str, tmp_path: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "attnrl", *args], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert answer.returncode == 2
+    assert message in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert list(tmp_path.iterdir()) == [], "nothing is written before the mistake is found"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"problem": "", "answer": "4"}', "tasks.jsonl:0"),
+        ('{"problem": "2+2?", "answer": ""}', "tasks.jsonl:0"),
+        ('{"problem": "2+2?"}', "tasks.jsonl"),
+        ("{not json", "tasks.jsonl"),
+    ],
+)
+def test_a_bad_data_row_is_named_before_a_model_loads(row: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(row + "\n")
+    answer = attnrl("train", "demo", "--run-dir", str(tmp_path / "run"), "--data.train", f'["{file}"]')
+    assert answer.returncode == 2, answer.stderr
+    assert message in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_printed_config_reads_back_as_the_same_config(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", preset, "--algo.points", "4"]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert Config.model_validate(printed) == load_config(preset, {"algo.points": 4})
+
+
+def test_presets_are_listed_with_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["presets"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(presets())
+    assert all(len(line.split()) > 3 for line in lines)

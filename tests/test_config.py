@@ -1,0 +1,108 @@
+"""Config: presets load, mistakes are named, defaults < base < preset < flags."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from attnrl.cli.assemble import check_parts
+from attnrl.config import Config, TaskConfig, keys, load_config, presets
+from attnrl.data.tasks import TaskSpec
+from attnrl.errors import ConfigError, MissingFileError
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_every_preset_loads_with_parts_that_exist(preset: str) -> None:
+    config = load_config(preset)
+    assert config.about, "a preset says in one line what it is"
+    assert set(check_parts(config)) == {"segmenter", "rule", "budget", "estimator"}
+
+
+def test_the_papers_presets_are_there() -> None:
+    paper = {"grpo_1p5b", "treerl_1p5b", "treerl_1p5b_off_policy", "attnrl_1p5b", "attnrl_1p5b_released", "attnrl_7b"}
+    assert paper <= set(presets())
+
+
+def test_the_paper_preset_states_the_papers_numbers() -> None:
+    config = load_config("attnrl_1p5b")
+    algo, update = config.algo, config.update
+    assert (algo.prompts, algo.group, algo.points, algo.width, algo.delta) == (64, 6, 2, 2, 4)
+    assert (algo.top_fraction, algo.history) == (0.2, 0.9)
+    assert (update.lr, update.clip_low, update.clip_high, update.kl_weight) == (1e-6, 0.2, 0.28, 0.001)
+    assert (update.minibatch_prompts, config.sampling.max_response_tokens) == (32, 8192)
+
+
+def test_released_differs_from_paper_where_method_says_so() -> None:
+    paper, released = load_config("attnrl_1p5b"), load_config("attnrl_1p5b_released")
+    assert (paper.algo.min_gap_tokens, released.algo.min_gap_tokens) == (0, 512)
+    assert released.algo.budget_options == {"rounding": "ceil"}
+    assert (released.algo.mode, released.algo.drop, released.update.dual_clip) == ("released", "prompts", 3.0)
+    assert released.algo.rule == paper.algo.rule
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"algo.pionts": 2}, r"unknown key algo\.pionts; did you mean algo\.points"),
+        ({"algo.points": 0}, r"algo\.points: .*greater than or equal to 1, got 0"),
+        ({"algo.top_fraction": 1.5}, r"algo\.top_fraction: .*less than or equal to 1, got 1\.5"),
+        ({"update.lr": "fast"}, r"update\.lr: .*number"),
+        ({"algo.filter": "some"}, r"algo\.filter: .*'none', 'easy' or 'all'"),
+        ({"algo.points.x": 1}, r"algo\.points"),
+    ],
+)
+def test_a_mistake_is_named_with_its_key(overrides: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("attnrl_1p5b", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"algo.rule": "fcy"}, r"algo\.rule: unknown name 'fcy'; known: fci"),
+        ({"algo.rule_options": {"gap": 1}}, r"algo\.rule: 'fci' has no option 'gap'"),
+        ({"algo.estimator": "no_such_module:f"}, r"algo\.estimator: cannot import"),
+    ],
+)
+def test_a_wrong_part_is_named_with_its_key(overrides: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_parts(load_config("attnrl_1p5b", overrides))
+
+
+def test_a_file_may_stand_on_a_preset_and_flags_on_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('base = "attnrl_1p5b_released"\n[algo]\npoints = 5\n')
+    config = load_config(str(file), {"algo.width": 7})
+    assert (config.algo.points, config.algo.width, config.algo.min_gap_tokens) == (5, 7, 512)
+
+
+def test_missing_broken_and_circular_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match=r"nowhere\.toml"):
+        load_config("nowhere.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("algo = [")
+    with pytest.raises(ConfigError, match=r"broken\.toml: not valid TOML"):
+        load_config(str(broken))
+    broken.write_text(f'base = "{broken}"')
+    with pytest.raises(ConfigError, match="its own base"):
+        load_config(str(broken))
+    with pytest.raises(ConfigError, match="did you mean 'attnrl_1p5b'"):
+        load_config("attnrl_1p5")
+
+
+def test_every_key_is_documented() -> None:
+    assert [key for key, about in keys().items() if not about] == []
+
+
+def test_task_settings_are_those_of_the_generator() -> None:
+    """Two spellings of one thing: the config's, with documentation and ranges, and the generator's own."""
+    ours = {**TaskConfig().model_dump()}
+    ours.pop("seed")
+    assert ours == {f.name: getattr(TaskSpec(), f.name) for f in dataclasses.fields(TaskSpec)}
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().algo.points = 3  # type: ignore[misc]
