@@ -18,7 +18,7 @@ from attnrl.data.records import Record
 from attnrl.data.task_graph import NAMES, SIGNS, Graph, Quantity, TaskSpec, draw_graph
 from attnrl.errors import ConfigError
 
-__all__ = ["NAMES", "Task", "TaskSpec", "as_records", "make_task", "make_tasks", "task_stream"]
+__all__ = ["NAMES", "Task", "TaskSpec", "as_records", "different_tasks", "make_task", "make_tasks", "task_stream"]
 
 Split = Literal["train", "test"]
 
@@ -122,27 +122,33 @@ def make_tasks(spec: TaskSpec, split: Split, count: int, seed: int = 0) -> list[
     ... ]
     True
     """
-    tasks: dict[str, Task] = {}
+    return list(different_tasks(spec, split, count, seed))
+
+
+def different_tasks(spec: TaskSpec, split: Split, count: int, seed: int = 0) -> Iterator[Task]:
+    """As `make_tasks`, one after the other."""
+    seen: set[str] = set()
     for index, task in enumerate(task_stream(spec, split, seed)):
-        if len(tasks) >= count:
-            break
+        if len(seen) >= count:
+            return
         if index > 10 * count + 1000:
             raise ConfigError(f"these task settings have fewer than {count} different {split} problems; ask for less")
-        tasks.setdefault(task.key, task)
-    return list(tasks.values())
+        if task.key not in seen:
+            seen.add(task.key)
+            yield task
 
 
-def as_records(tasks: Sequence[Task], source: str = "tasks") -> list[Record]:
-    """The tasks as records, so that they go through the same prompt path as any data set (template `{problem}`)."""
+def as_records(spec: TaskSpec, split: Split, count: int, seed: int = 0, source: str = "tasks") -> list[Record]:
+    """Tasks as records, so that they take the same path to prompts as any data set (with the template `{problem}`)."""
     return [
         Record(
             problem=task.problem,
             answers=(task.answer,),
             source=source,
-            where=f"{source}:{row}",
+            where=f"{source}/{split}:{row}",
             info={"operations": task.operations, "difficulty": task.difficulty, "split": task.split},
         )
-        for row, task in enumerate(tasks)
+        for row, task in enumerate(make_tasks(spec, split, count, seed))
     ]
 
 
