@@ -1,0 +1,236 @@
+"""LaTeX commands and functions that the parser knows, apart from plain arithmetic."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from attnrl.verify.tokens import INFINITE, NAMES, ParseError, Token, words
+from attnrl.verify.tree import Node, number
+
+if TYPE_CHECKING:
+    from attnrl.verify.parse import Parser
+
+OPENING = {"(": "(", "[": "[", "langle": "(", "lbrack": "["}
+CLOSING = {")": ")", "]": "]", "rangle": ")", "rbrack": "]"}
+BARS = {"lvert": "rvert", "vert": "vert", "|": "|"}
+DECORATIONS = words("hat vec bar tilde dot ddot widehat widetilde mathcal mathfrak mathscr overrightarrow")
+INVERSE = {
+    "sin": "asin",
+    "cos": "acos",
+    "tan": "atan",
+    "cot": "acot",
+    "sinh": "asinh",
+    "cosh": "acosh",
+    "tanh": "atanh",
+}
+ALIASES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot", "lg": "log10", "log": "ln"}
+TRIG = words("sin cos tan cot sec csc")
+_MATRIX = re.compile(r"matrix|[pbvBV]matrix|smallmatrix|array")
+
+
+def function(parser: Parser, name: str) -> Node:
+    """A named function with its power, base and argument: \\sin^2 x, \\log_2 8, sqrt(5)."""
+    if name in ("sqrt", "cbrt"):
+        return _root(parser, name)
+    base = power = None
+    while parser.is_op("_", "^"):
+        sign = parser.take().value
+        if sign == "_":
+            base = parser.primary()
+        else:
+            power = parser.exponent()
+    if power is not None and power.value == -1 and name in INVERSE:
+        name, power = INVERSE[name], None
+    node = Node("fn", (_argument(parser),), ALIASES.get(name, name))
+    if base is not None:
+        node = Node("div", (node, Node("fn", (base,), "ln")))
+    return node if power is None else Node("pow", (node, power))
+
+
+def _argument(parser: Parser) -> Node:
+    """A bracket, or the factors that follow without a sign or another function between them."""
+    if parser.is_op("(", "{"):
+        return parser.primary()
+    if parser.is_op("-", "+"):
+        return parser.factor()
+    parts = [parser.factor()]
+    while (
+        parser.peek().kind in ("num", "sym")
+        or (parser.peek().kind == "cmd" and parser.peek().value in NAMES)
+        or parser.is_cmd("frac")
+    ):
+        parts.append(parser.factor())
+    if parser.is_op("/") and parser.peek(1).kind == "num" and parts[-1].kind in ("sym", "const"):
+        parser.take()
+        parts = [Node("div", (Node("mul", tuple(parts)), parser.factor()))]
+    return parts[0] if len(parts) == 1 else Node("mul", tuple(parts))
+
+
+def _root(parser: Parser, name: str) -> Node:
+    degree = Node("num", value=Fraction(3 if name == "cbrt" else 2))
+    if parser.is_op("[") and name == "sqrt":
+        parser.take()
+        degree = parser.sum()
+        parser.expect("]")
+    radicand = _digit_argument(parser)
+    return Node("root", (radicand, degree))
+
+
+def _digit_argument(parser: Parser, *, single: bool = False) -> Node:
+    """The argument of \\frac or \\sqrt: a group, or one token; \\frac12 takes one digit at a time."""
+    token = parser.peek()
+    if single and token.kind == "num" and len(token.value) > 1:
+        first, rest = token.value[0], token.value[1:]
+        parser.tokens[parser.at] = Token("num", rest, False)
+        return number(first)
+    return parser.primary()
+
+
+def _fraction(parser: Parser) -> Node:
+    top = _digit_argument(parser, single=True)
+    bottom = _digit_argument(parser, single=parser.tokens[parser.at - 1].value != "}")
+    return Node("div", (top, bottom))
+
+
+def _binomial(parser: Parser) -> Node:
+    top = _digit_argument(parser, single=True)
+    return Node("fn", (top, _digit_argument(parser, single=True)), "binomial")
+
+
+def _environment(parser: Parser) -> Node:
+    parser.expect("{")
+    name = ""
+    while not parser.is_op("}") and parser.peek().kind != "end":
+        name += parser.take().value
+    parser.expect("}")
+    if not _MATRIX.fullmatch(name.rstrip("*")):
+        raise ParseError(f"environment {name[:20]}")
+    if name == "array" and parser.is_op("{"):
+        while not parser.is_op("}") and parser.peek().kind != "end":
+            parser.take()
+        parser.expect("}")
+    rows: list[Node] = []
+    row: list[Node] = []
+    while not parser.is_cmd("end"):
+        if parser.is_op("\\\\"):
+            parser.take()
+            rows, row = ([*rows, Node("row", tuple(row))] if row else rows), []
+        elif parser.is_op("&") or parser.is_cmd("hline"):
+            parser.take()
+        else:
+            row.append(parser.ratio())
+    while not parser.is_op("}"):
+        if parser.take().kind == "end":
+            raise ParseError("an open environment")
+    parser.take()
+    if row:
+        rows.append(Node("row", tuple(row)))
+    if not rows:
+        raise ParseError("an empty matrix")
+    return Node("matrix", tuple(rows), "det" if name == "vmatrix" else "")
+
+
+def _set(parser: Parser, closing: tuple[str, ...] = ("\\}", "rbrace")) -> Node:
+    """A set in braces; \\{x | x > 3\\} is the set of its condition."""
+    parser.brackets += 1
+    if parser.peek().value in closing:
+        parser.take()
+        parser.brackets -= 1
+        return Node("empty")
+    parser.in_bars += 1  # a bar here ends the variable of a condition
+    inner = parser.items(closers=(*closing, "mid", "|"))
+    parser.in_bars -= 1
+    if inner.kind in ("sym", "rel") and (parser.is_cmd("mid") or parser.is_op("|", ":")):
+        parser.take()
+        inner = parser.items(closers=closing)
+        if inner.kind != "rel":
+            raise ParseError("a condition")
+        if parser.take().value not in closing:
+            raise ParseError("an open set")
+        parser.brackets -= 1
+        return inner
+    if parser.take().value not in closing:
+        raise ParseError("an open set")
+    parser.brackets -= 1
+    return Node("set", inner.args if inner.kind == "list" else (inner,))
+
+
+def _overline(parser: Parser) -> Node:
+    """A line over letters names a segment: the letters are its name."""
+    return parser.primary()
+
+
+def _field(parser: Parser) -> Node:
+    parser.expect("{")
+    name = parser.take().value
+    parser.expect("}")
+    return Node("field", value=name)
+
+
+def _skip(parser: Parser) -> Node:
+    return parser.factor()
+
+
+def _empty(parser: Parser) -> Node:
+    return Node("empty")
+
+
+_COMMANDS: dict[str, Callable[[Parser], Node]] = {
+    "frac": _fraction,
+    "binom": _binomial,
+    "dbinom": _binomial,
+    "tbinom": _binomial,
+    "begin": _environment,
+    "lbrace": _set,
+    "overline": _overline,
+    "mathbb": _field,
+    "angle": _skip,
+    "measuredangle": _skip,
+    "triangle": _skip,
+    "emptyset": _empty,
+    "varnothing": _empty,
+}
+
+
+def command(parser: Parser, token: Token) -> Node:
+    """The node of a LaTeX command; ParseError where it is unknown (the symbolic grader may know it)."""
+    name = token.value
+    if token.kind == "op":
+        if name == "\\{":
+            return _set(parser)
+        if name == "\\|":
+            return parser.bars("\\|")
+        if name == "...":
+            return Node("dots")
+        raise ParseError(f"{name!r} unexpected")
+    if name in _COMMANDS:
+        return _COMMANDS[name](parser)
+    if name == "pi":
+        return Node("const", value="pi")
+    if name in INFINITE:
+        return Node("inf", value=1)
+    if name in NAMES:
+        return Node("sym", value=name.removeprefix("var"))
+    if name in OPENING:
+        return parser.bracket(OPENING[name])
+    if name in BARS:
+        return parser.bars(BARS[name])
+    if name in ("lfloor", "lceil"):
+        inner = parser.sum()
+        parser.expect("r" + name[1:])
+        return Node("fn", (inner,), "floor" if name == "lfloor" else "ceil")
+    if name in DECORATIONS:
+        inner = parser.primary()
+        return Node("sym", value=f"{name} {inner.value}") if inner.kind in ("sym", "const") else inner
+    if name in ("ldots", "dots", "cdots", "dotsc"):
+        return Node("dots")
+    if name == "text":
+        parser.expect("{")
+        raise ParseError("text with braces", prose=True)
+    if name in ("max", "min", "gcd", "lcm") and parser.is_op("(", "\\{"):
+        inner = parser.primary()
+        return Node("ufn", inner.args or (inner,), name)
+    raise ParseError(f"command {name[:20]}")

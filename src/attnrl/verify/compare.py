@@ -1,0 +1,375 @@
+"""When do two expression trees denote the same answer? True, False, or None where this module cannot tell."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import cast
+
+from attnrl.verify import realset
+from attnrl.verify.number import UndefinedError, equal_at, evaluate, exact, sample_points, symbols
+from attnrl.verify.tokens import LimitError
+from attnrl.verify.tree import Node, negative
+
+LONG_DECIMAL = 10  # significant digits from which a decimal stands for the exact value it rounds
+MAX_ITEMS = 40  # of an unordered list that is matched item by item
+INEQUALITIES = frozenset(("<", ">", "<=", ">=", "!="))
+SCALARS = frozenset(("num", "sym", "const", "add", "mul", "div", "pow", "root", "fn", "ufn", "deg"))
+
+
+def same(gold: Node, answer: Node) -> bool | None:
+    """Whether the answer is the gold.
+
+    >>> from attnrl.verify.parse import parse
+    >>> same(parse(r"\\sqrt{12}"), parse(r"2\\sqrt{3}")), same(parse("(1,2)"), parse("[1,2]"))
+    (True, False)
+    """
+    gold, answer = _unwrap_membership(gold), _unwrap_membership(answer)
+    if _is_region(gold) or _is_region(answer):
+        verdict = _same_region(gold, answer)
+        if verdict is not None:
+            return verdict
+    if gold.kind in ("list", "set") or answer.kind in ("list", "set") or _has_sign(gold) or _has_sign(answer):
+        return _same_items(gold, answer)
+    if gold.kind == "rel" or answer.kind == "rel":
+        return _same_relation(gold, answer)
+    if gold.kind in SCALARS and answer.kind in SCALARS:
+        return same_value(gold, answer)
+    return _same_structure(gold, answer)
+
+
+def _unwrap_membership(node: Node) -> Node:
+    """x in S is S."""
+    if node.kind == "rel" and node.value == ("in",) and _is_name(node.args[0]):
+        return node.args[1]
+    return node
+
+
+# regions of the line
+
+
+def _is_region(node: Node) -> bool:
+    if node.kind == "list":
+        return node.value == "or" and all(_is_region(arg) for arg in node.args)
+    if node.kind == "rel":
+        return all(sign in INEQUALITIES for sign in node.value)  # type: ignore[attr-defined]
+    return node.kind in ("setop", "field", "empty")
+
+
+def _same_region(gold: Node, answer: Node) -> bool | None:
+    """Intervals, unions and inequalities by the set of numbers they denote; None where one is no such set."""
+    names = {realset.variable(gold), realset.variable(answer)} - {None}
+    if len(names) > 1:
+        return False
+    if gold.kind == answer.kind == "rel" and realset.variable(gold) and not realset.variable(answer):
+        return False  # the gold is solved for its variable, the answer is not
+    try:
+        left, right = realset.spans(gold), realset.spans(answer)
+    except UndefinedError:
+        return None
+    if left is None or right is None:
+        return None
+    return realset.same_spans(left, right)
+
+
+# lists and sets
+
+
+def _has_sign(node: Node) -> bool:
+    """Whether a plus-minus sign stands in the tree, lists and sets apart."""
+    if node.kind in ("list", "set", "group", "matrix"):
+        return False
+    return node.kind == "pm" or any(_has_sign(arg) for arg in node.args)
+
+
+def _with_sign(node: Node, plus: bool) -> Node:
+    if node.kind == "pm":
+        inner = _with_sign(node.args[0], plus)
+        return inner if plus == (node.value == "pm") else negative(inner)
+    return Node(node.kind, tuple(_with_sign(arg, plus) for arg in node.args), node.value) if node.args else node
+
+
+def _items(node: Node) -> list[Node]:
+    """The elements an unordered answer lists; plus-minus gives two."""
+    if node.kind in ("list", "set"):
+        return [item for arg in node.args for item in _items(arg)]
+    if node.kind == "rel" and len(node.args) == 2 and node.args[1].kind in ("set", "list") and _is_name(node.args[0]):
+        return _items(node.args[1])
+    return [_with_sign(node, True), _with_sign(node, False)] if _has_sign(node) else [node]
+
+
+def _same_items(gold: Node, answer: Node) -> bool | None:
+    for one, other in ((gold, answer), (answer, gold)):
+        if one.kind == "group" and one.value == "()" and other.kind == "list" and _assignments(other):
+            return _all_same(one.args, other.args)  # x = 1, y = 2 for (1, 2)
+    left, right = _items(gold), _items(answer)
+    if gold.kind == "set" or answer.kind == "set":
+        left, right = list(dict.fromkeys(left)), list(dict.fromkeys(right))
+    if len(left) != len(right):
+        return False
+    if len(left) > MAX_ITEMS:
+        left, right = sorted(left, key=_order), sorted(right, key=_order)
+        return _all_same(tuple(left), tuple(right))
+    undecided = False
+    for item in left:
+        for at, other in enumerate(right):
+            verdict = same(item, other)
+            undecided |= verdict is None
+            if verdict:
+                del right[at]
+                break
+        else:
+            return None if undecided else False
+    return True
+
+
+def _order(node: Node) -> tuple[float, str]:
+    value = exact(node)
+    return (float(value) if value is not None else 0.0, repr(node))
+
+
+def _assignments(node: Node) -> bool:
+    sides = [_assigned(arg) for arg in node.args]
+    names = [repr(side[0]) for side in sides if side]
+    return len(set(names)) == len(node.args)
+
+
+def _all_same(gold: tuple[Node, ...], answer: tuple[Node, ...]) -> bool | None:
+    if len(gold) != len(answer):
+        return False
+    verdicts = []
+    for a, b in zip(gold, answer, strict=True):
+        verdicts.append(same(a, b))
+        if verdicts[-1] is False:
+            return False
+    return None if None in verdicts else True
+
+
+# relations
+
+
+def _is_name(node: Node) -> bool:
+    """Whether a left side only names what follows: x, f(x), AB, \\frac{NO}{BO}, (p, q, r), some words."""
+    if node.kind in ("sym", "text", "const"):
+        return True
+    if node.kind in ("mul", "div", "group", "ufn", "deg") or (node.kind == "fn" and node.value == "abs"):
+        return all(_is_name(arg) for arg in node.args)
+    return False
+
+
+def _assigned(node: Node) -> tuple[Node, Node] | None:
+    """(name, value) of `name = ... = value`; None where the relation assigns nothing."""
+    if node.kind != "rel" or any(sign not in ("=", "~") for sign in node.value):  # type: ignore[attr-defined]
+        return None
+    first, last = node.args[0], node.args[-1]
+    if _is_name(first):
+        return first, last
+    return (last, first) if last.kind == "sym" and len(node.args) == 2 else None
+
+
+def _closing_value(node: Node) -> list[Node]:
+    """The values a relation may stand for where the gold is a plain value; none where it is an unsolved equation."""
+    signs: tuple[str, ...] = node.value  # type: ignore[assignment]
+    if any(sign not in ("=", "~") for sign in signs):
+        return []
+    assigned = _assigned(node)
+    if assigned:
+        return [assigned[1]] if signs[-1] == "=" or len(node.args) == 2 else list(node.args[-2:])
+    first, last = node.args[0], node.args[-1]
+    if signs == ("~",):
+        return [first, last]
+    if not symbols(first):
+        return [last]
+    mixed = first.kind == "add" and any(not symbols(arg) for arg in first.args)
+    zero = last.kind == "num" and last.value == 0
+    return [] if mixed or zero or symbols(last) else [last]
+
+
+def _same_relation(gold: Node, answer: Node) -> bool | None:
+    if gold.kind != "rel":
+        verdicts = [same(gold, value) for value in _closing_value(answer)]
+        return True if True in verdicts else (None if None in verdicts else False)
+    if answer.kind != "rel":
+        assigned = _assigned(gold)
+        return same(assigned[1], answer) if assigned else False
+    left, right = _assigned(gold), _assigned(answer)
+    if left and right:
+        if _same_name(left[0], right[0], left[1]):
+            verdict = same(left[1], right[1])
+            if verdict is not False or not symbols(left[1]):
+                return verdict
+        elif not symbols(left[1]):
+            return False
+    elif left and not symbols(left[1]):
+        return False  # the gold is solved, the answer is not
+    return _same_locus(gold, answer)
+
+
+def _same_name(gold: Node, answer: Node, value: Node) -> bool:
+    if gold == answer or "text" in (gold.kind, answer.kind):
+        return True
+    if gold.kind == answer.kind == "sym":
+        return str(gold.value).casefold() == str(answer.value).casefold()
+    functions = [node for node in (gold, answer) if node.kind in ("ufn", "mul")]
+    others = [node for node in (gold, answer) if node.kind == "sym" and node.value in ("y", "f")]
+    return len(functions) + len(others) == 2
+
+
+def _same_locus(gold: Node, answer: Node) -> bool | None:
+    """Equations and inequalities by their difference of sides, up to a constant factor (positive for inequalities)."""
+    if len(gold.args) != 2 or len(answer.args) != 2:
+        return _same_chain(gold, answer)
+    if any(arg.kind not in SCALARS for node in (gold, answer) for arg in node.args):
+        return _same_chain(gold, answer)
+    left, right = str(gold.value[0]), str(answer.value[0])  # type: ignore[index]
+    a, b = (Node("add", (node.args[0], negative(node.args[1]))) for node in (gold, answer))
+    if symbols(a) != symbols(b):
+        return False
+    ratio = None
+    for point in sample_points(symbols(a))[:3]:
+        try:
+            top, bottom = evaluate(a, point), evaluate(b, point)
+        except UndefinedError:
+            continue
+        if not bottom or not top:
+            return None
+        if ratio is not None and abs(top / bottom - ratio) > abs(ratio) * 1e-25:
+            return False
+        ratio = top / bottom
+    if ratio is None:
+        return None
+    if left == right == "=" or left == right == "!=":
+        return True
+    return bool(right == (left if ratio.real > 0 else realset.FLIPPED.get(left)))
+
+
+def _same_chain(gold: Node, answer: Node) -> bool | None:
+    for sides, signs in (
+        (answer.args, answer.value),
+        (answer.args[::-1], tuple(realset.FLIPPED.get(s, s) for s in reversed(answer.value))),  # type: ignore[call-overload]
+    ):
+        if signs == gold.value and _all_same(gold.args, sides):
+            return True
+    return False
+
+
+# other structures
+
+
+def _rows(node: Node) -> tuple[tuple[Node, ...], ...] | None:
+    """The rows of a matrix, also of one written [[1,2],[3,4]]."""
+    if node.kind == "matrix" and not node.value:
+        return tuple(row.args for row in node.args)
+    if node.kind == "group" and node.args and all(arg.kind == "group" for arg in node.args):
+        return tuple(arg.args for arg in node.args)
+    return None
+
+
+def _same_matrix(gold: Node, answer: Node) -> bool | None:
+    if "det" in (gold.value, answer.value):
+        return None
+    left, right = _rows(gold), _rows(answer)
+    for matrix, vector in ((left, answer), (right, gold)):
+        if matrix and vector.kind == "group" and (len(matrix) == 1 or all(len(row) == 1 for row in matrix)):
+            entries = tuple(entry for row in matrix for entry in row)
+            if not any(arg.kind == "group" for arg in vector.args):
+                pair = (entries, vector.args) if vector is answer else (vector.args, entries)
+                return _all_same(*pair)
+    if left is None or right is None or [len(row) for row in left] != [len(row) for row in right]:
+        return False
+    return _all_same(tuple(e for row in left for e in row), tuple(e for row in right for e in row))
+
+
+def _same_structure(gold: Node, answer: Node) -> bool | None:
+    kinds = {gold.kind, answer.kind}
+    if "matrix" in kinds:
+        return _same_matrix(gold, answer)
+    if kinds == {"group"}:
+        return False if gold.value != answer.value else _all_same(gold.args, answer.args)
+    if "inf" in kinds or any(_infinite(node) is not None for node in (gold, answer)):
+        return _infinite(gold) == _infinite(answer)
+    if kinds == {"ratio"}:
+        return _same_ratio(gold, answer)
+    if len(kinds) == 1 and kinds & {"base", "text", "field", "empty", "dots"}:
+        return gold.value == answer.value
+    if kinds == {"setop"}:
+        return True if gold == answer else None
+    return False
+
+
+def _infinite(node: Node) -> int | None:
+    if node.kind == "inf":
+        return 1
+    if node.kind == "mul" and len(node.args) == 2 and node.args[1].kind == "inf" and node.args[0].kind == "num":
+        return 1 if node.args[0].value > 0 else -1  # type: ignore[operator]
+    return None
+
+
+def _same_ratio(gold: Node, answer: Node) -> bool | None:
+    """a : b equals ka : kb."""
+    if len(gold.args) != len(answer.args):
+        return False
+    pairs = list(zip(gold.args, answer.args, strict=True))
+    crosses = [same_value(Node("mul", (pairs[0][0], b)), Node("mul", (pairs[0][1], a))) for a, b in pairs[1:]]
+    return False if False in crosses else (None if None in crosses else True)
+
+
+# values
+
+
+def same_value(gold: Node, answer: Node) -> bool | None:
+    """Equal as rationals; as long decimals of an exact value; or at all sample points where both have values."""
+    if gold == answer:
+        return True
+    left, right = _infinite(gold), _infinite(answer)
+    if left or right:
+        return left == right
+    try:
+        a, b = exact(gold), exact(answer)
+    except UndefinedError:
+        return False
+    except LimitError:
+        a = b = None
+    if a is not None and b is not None:
+        return a == b or _long_decimal(gold, answer) or _long_decimal(answer, gold)
+    names = symbols(gold) | symbols(answer)
+    seen = 0
+    for number, point in enumerate(sample_points(names)):
+        try:
+            equal, real = equal_at(gold, answer, point)
+        except UndefinedError:
+            continue
+        if not equal and (number < 2 or real):
+            return _long_decimal(gold, answer) or _long_decimal(answer, gold) if not names else False
+        seen += number < 2
+    if seen:
+        return True
+    return None if _plain(gold) and _plain(answer) else False
+
+
+def _plain(node: Node) -> bool:
+    """Whether a tree is arithmetic throughout, with no list, bracket or text inside."""
+    return node.kind in SCALARS | {"digits"} and all(map(_plain, node.args))
+
+
+def _long_decimal(decimal: Node, other: Node) -> bool:
+    """Whether a decimal of at least LONG_DECIMAL significant digits is the other value, rounded or cut off.
+
+    Only where the other value has no finite decimal of its own.
+    """
+    if not decimal.args or decimal.kind != "num":
+        return False
+    significant, places = cast(tuple[int, int], decimal.args[0].value)
+    value = exact(other)
+    if significant < LONG_DECIMAL or (value is not None and _terminates(value)):
+        return False
+    error = abs(evaluate(other, {}) - evaluate(decimal, {}))
+    return bool(error < evaluate(Node("num", value=Fraction(10) ** -places), {}))
+
+
+def _terminates(value: Fraction) -> bool:
+    """Whether a rational has a finite decimal expansion."""
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest == 1

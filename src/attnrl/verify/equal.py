@@ -1,0 +1,167 @@
+"""The rules that decide whether an answer is the gold, in order; what they cannot tell goes to the symbolic grader.
+
+1. string   the same spelling after cleaning
+2. text     words, without case; a choice letter before its option text
+3. value    numbers, expressions, lists, tuples, intervals, relations, matrices by what they denote
+4. symbolic (worker processes) what the parser above does not know: integrals, sums, limits
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from attnrl.verify.clean import clean, string_key, text_key
+from attnrl.verify.compare import same
+from attnrl.verify.parse import parse
+from attnrl.verify.tokens import NUMBER_WORDS, LimitError, ParseError
+from attnrl.verify.tree import Node
+
+RULES = {
+    "num": "number", "list": "list", "set": "list", "group": "tuple", "rel": "relation", "matrix": "matrix",
+    "setop": "interval", "text": "text", "base": "base", "ratio": "ratio",
+}  # fmt: skip
+_GROUPED = re.compile(r"\d,\d{3}(?!\d)|\d \d{3}(?!\d)")
+_CHOICE = re.compile(r"\(?([A-Ja-j])(?:\)|[.:](?=\s)|\)\s*[.:])\s*\S")
+_WORD = re.compile(r"\\text\s*\{[^{}]*[A-Za-z]|(?<![\\A-Za-z])[A-Za-z]{2,}")
+_SAFE = re.compile(r"[A-Za-z0-9\s\\{}\[\]()^_+\-*/=<>|,.;:!'&]{1,400}")
+_SYMBOLIC_TEXT = re.compile(r"\\(?:text|mathrm|mbox|operatorname)|__|(?<![\\A-Za-z])[A-Za-z]{4,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a text says: cleaned spelling, keys, trees (two where 1,234 may be a list), and why there are none."""
+
+    cleaned: str
+    key: str
+    words: str
+    trees: tuple[Node, ...]
+    problem: str | None  # None, "prose", "syntax", "limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """right is None where the rules cannot tell."""
+
+    right: bool | None
+    rule: str
+    error: str | None = None
+
+
+@lru_cache(maxsize=8192)
+def read(text: str) -> Reading:
+    """The reading of a gold or an answer; cached, since golds come many times.
+
+    >>> read(r"\\$1{,}000").trees[0].value
+    Fraction(1000, 1)
+    """
+    cleaned = clean(text)
+    words = text_key(cleaned)
+    trees: list[Node] = []
+    problem: str | None = None
+    if words in NUMBER_WORDS:
+        cleaned = str(NUMBER_WORDS.index(words))
+    letters = re.fullmatch(r"[A-Z]{2,}|[A-Za-z]{4,}|[A-Z][a-z]+", words_only(cleaned))
+    try:
+        if letters:
+            trees.append(Node("text", value=words))
+        else:
+            trees.append(parse(cleaned))
+            if _GROUPED.search(cleaned):
+                trees.append(parse(cleaned, thousands=False))
+    except LimitError:
+        problem = "limit"
+    except ParseError as error:
+        if not trees:
+            problem = "prose" if error.prose else "syntax"
+    return Reading(cleaned, string_key(cleaned), words, tuple(dict.fromkeys(trees)), problem)
+
+
+def words_only(cleaned: str) -> str:
+    """The bare letters of an answer that is one \\text{...} or one word."""
+    inner = re.fullmatch(r"\\text\s*\{([^{}]*)\}", cleaned)
+    return (inner.group(1) if inner else cleaned).strip()
+
+
+def _texty(reading: Reading) -> bool:
+    return bool(_WORD.search(reading.cleaned)) or re.fullmatch(r"\(?[A-J]\)?", words_only(reading.cleaned)) is not None
+
+
+def _by_text(gold: Reading, answer: Reading) -> bool:
+    """Words, or a choice letter that stands before its option."""
+    if not gold.words or not _texty(gold):
+        return False
+    if gold.words == answer.words:
+        return True
+    if re.fullmatch(r"[a-j]", gold.words):
+        option = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1 ", answer.cleaned).strip()
+        choice = _CHOICE.match(option)
+        return (
+            choice is not None and choice.group(1).casefold() == gold.words and not re.search(r"\bor\b|\band\b", option)
+        )
+    return False
+
+
+def decide(answer: str, gold: str) -> Decision:
+    """The decision for one gold by rules 1 to 3.
+
+    >>> decide("0.5", r"\\frac{1}{2}")
+    Decision(right=True, rule='number', error=None)
+    """
+    left, right = read(gold), read(answer)
+    if not left.cleaned:
+        return Decision(False, "empty_gold", "empty_gold")
+    if left.key == right.key:
+        return Decision(True, "string")
+    if _by_text(left, right):
+        return Decision(True, "text")
+    if "limit" in (left.problem, right.problem):
+        return Decision(False, "limit", "limit")
+    if not left.trees or not right.trees:
+        if "prose" in (left.problem, right.problem) or not (may_be_symbolic(left) and may_be_symbolic(right)):
+            return Decision(False, "text")
+        return Decision(None, "symbolic")
+    return _by_value(left, right)
+
+
+def _by_value(gold: Reading, answer: Reading) -> Decision:
+    rule = RULES.get(gold.trees[0].kind, "value")
+    verdicts: list[bool | None] = []
+    try:
+        for left in gold.trees:
+            for right in answer.trees:
+                verdicts.append(same(left, right))
+                if verdicts[-1]:
+                    return Decision(True, rule)
+    except LimitError:
+        return Decision(False, "limit", "limit")
+    except RecursionError:
+        return Decision(False, "limit", "limit")
+    if None in verdicts and may_be_symbolic(gold) and may_be_symbolic(answer):
+        return Decision(None, "symbolic")
+    return Decision(False, rule)
+
+
+def may_be_symbolic(reading: Reading) -> bool:
+    """Whether a text may be shown to the symbolic grader: plain LaTeX mathematics of moderate size, no words."""
+    return _SAFE.fullmatch(reading.cleaned) is not None and not _SYMBOLIC_TEXT.search(reading.cleaned)
+
+
+def decide_any(answer: str, golds: Sequence[str]) -> tuple[Decision, list[str]]:
+    """The best decision over alternative golds, and the golds that the symbolic grader must still look at.
+
+    Empty golds never accept; where all are empty that is an error of its own.
+    """
+    best = Decision(False, "empty_gold", "empty_gold")
+    waiting: list[str] = []
+    for gold in golds:
+        decision = decide(answer, gold)
+        if decision.right:
+            return decision, []
+        if decision.right is None:
+            waiting.append(gold)
+        if best.error == "empty_gold" or (best.error and not decision.error):
+            best = decision
+    return best, waiting
