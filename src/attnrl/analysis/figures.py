@@ -1,0 +1,86 @@
+"""The figures of the report: which metric each one draws, and how to read it. One metric, one panel, one line a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Unit = Literal["share", "count", "tokens", "seconds", "number"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One panel: a metric over the course of the runs."""
+
+    key: str
+    title: str
+    note: str
+    unit: Unit = "number"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Panels that belong together; panels with the same `scale` share their vertical axis."""
+
+    title: str
+    note: str
+    figures: tuple[Figure, ...]
+    columns: int = 3
+    shared_scale: bool = False
+
+
+def _solved(kind: str, of: str) -> tuple[Figure, ...]:
+    return (
+        Figure(f"{kind}/solve_all", f"{of}: solve-all", "prompts with every response right", "share"),
+        Figure(f"{kind}/solve_none", f"{of}: solve-none", "prompts with every response wrong", "share"),
+        Figure(f"{kind}/valid", f"{of}: valid", "prompts with right and wrong responses: these teach", "share"),
+    )
+
+
+SECTIONS = (
+    Section(
+        "Solve ratios",
+        "Shares of prompts solved by all, by none, and by some of their responses. Trunks count every prompt of the "
+        "batch; branches, and both together, the prompts that were branched.",
+        (*_solved("trunks", "Trunks"), *_solved("branches", "Branches"), *_solved("both", "Both")),
+        shared_scale=True,
+    ),
+    Section(
+        "Signal and batches",
+        "How much of what was generated could teach, and how adaptive sampling answered.",
+        (
+            Figure("train/valid_token_share", "Valid token share", "response tokens with a non-zero advantage", "share"),
+            Figure("train/valid_share", "Valid sample share", "samples with some non-zero advantage", "share"),
+            Figure("batch/filtered_share", "Filtered share", "prompts the attention filter dropped (Eq. 8)", "share"),
+            Figure("batch/prompts", "Prompt batch", "prompts an iteration (Eq. 10)", "count"),
+            Figure("train/samples", "Train batch", "samples the policy was updated on", "count"),
+            Figure("train/valid_tokens", "Valid tokens", "an iteration", "tokens"),
+        ),
+    ),
+    Section(
+        "Policy and responses",
+        "What training does to the policy and to what it writes.",
+        (
+            Figure("trunks/accuracy", "Training accuracy", "share of right trunks", "share"),
+            Figure("generate/length", "Response length", "mean tokens of a rollout", "tokens"),
+            Figure("generate/truncated_share", "Truncated share", "rollouts cut off by the length limit", "share"),
+            Figure("policy/entropy", "Entropy", "mean of the next-token distribution, nats"),
+            Figure("policy/kl", "KL to the start policy", "k3 estimate, mean over loss tokens"),
+            Figure("policy/clip_fraction", "Clip fraction", "loss tokens whose ratio was clipped", "share"),
+            Figure("policy/grad_norm", "Gradient norm", "before clipping, mean over updates"),
+            Figure("policy/behaviour_kl", "KL to the behaviour policy", "between the sampling and the learning policy"),
+            Figure("policy/loss", "Loss", "Eq. 1, mean over loss tokens"),
+        ),
+    ),
+    Section(
+        "Step scores",
+        "Forward Context Influence: how strongly later text attends to a step (Eq. 4-6).",
+        (
+            Figure("score/fci_mean", "Mean FCI", "over the steps of all trunks"),
+            Figure("score/fci_max", "Largest FCI", "of an iteration"),
+            Figure("branches/point_share", "Branch points", "mean position in the trunk, 0 start, 1 end", "share"),
+        ),
+    ),
+)
+
+DRAWN = frozenset(figure.key for section in SECTIONS for figure in section.figures)

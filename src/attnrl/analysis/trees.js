@@ -1,0 +1,195 @@
+// The tree viewer: a map of a forest, and one tree of it in words.
+
+const mark = (reward) => (reward > 0.5 ? "✓" : "✗");
+const verdict = (reward) => (reward > 0.5 ? "right" : "wrong");
+const signed = (value) => (value === null ? "–" : `${value > 0 ? "+" : value < 0 ? "−" : ""}${Math.abs(value).toFixed(3)}`);
+const valueColour = (value) => `color-mix(in oklab, var(--good) ${Math.round(100 * value)}%, var(--bad))`;
+const heat = (share) => `color-mix(in srgb, var(--heat) ${Math.round(6 + 94 * share)}%, var(--card))`;
+const short = (text, n) => (text.length > n ? `${text.slice(0, n - 1)}…` : text);
+const oneLine = (text) => text.replace(/\s+/g, " ").trim();
+
+function spread(tree) {
+  const rewards = [tree.reward, ...tree.branches.map((b) => b.reward)];
+  const mean = rewards.reduce((a, b) => a + b, 0) / rewards.length;
+  return rewards.reduce((sum, r) => sum + (r - mean) ** 2, 0) / rewards.length + (tree.branches.length ? 0.01 : 0);
+}
+function tellingTree(forest) {
+  return forest.trees.reduce((best, tree, i) => (spread(tree) > spread(forest.trees[best]) ? i : best), 0);
+}
+/** The step a branch point lies in, and how many of its tokens the branch keeps. */
+function stepOf(tree, point) {
+  const found = tree.steps.findIndex((s) => point >= s.start && point < s.stop);
+  return { step: found, inside: found < 0 ? 0 : point - tree.steps[found].start };
+}
+function hover(node, ...lines) {
+  node.addEventListener("pointermove", (event) => showTip(event.clientX, event.clientY, ...lines()));
+  node.addEventListener("pointerleave", hideTip);
+  return node;
+}
+const line = (text, cls) => el("div", { class: cls || null }, text);
+
+function forestMap(forest, chosen, choose) {
+  const width = 1100, left = 64, right = 1010, high = 24, low = 17, gap = 10;
+  const longest = Math.max(...forest.trees.flatMap((t) => [t.tokens, ...t.branches.map((b) => b.point + b.tokens)]), 1);
+  const top = Math.max(...forest.trees.flatMap((t) => t.steps.map((s) => s.fci || 0)), 1e-12);
+  const sx = (token) => left + (token / longest) * (right - left);
+  const root = svg("svg", { role: "group", "aria-label": "Map of the forest: one row a rollout, left to right in tokens" });
+  let y = 20;
+  for (const t of ticks(0, longest, 8, "count").at) {
+    if (t > longest) continue;
+    root.append(svg("text", { x: sx(t), y: 10, "text-anchor": "middle" }, t === 0 ? "0 tokens" : compact(t)), svg("line", { class: "gridline", x1: sx(t), x2: sx(t), y1: 15, y2: 9999 }));
+  }
+  const end = (group, leaf, x, middle, value) => group.append(
+    svg("text", { x: x + 7, y: middle + 4.5, class: verdict(leaf.reward) }, mark(leaf.reward)),
+    svg("text", { x: width - 4, y: middle + 4, "text-anchor": "end" }, value));
+  forest.trees.forEach((tree, number) => {
+    const group = svg("g", { class: `rollout ${number === chosen ? "chosen" : ""}`, tabindex: 0, role: "button", "aria-label": `Tree ${number + 1}, trunk ${verdict(tree.reward)}, ${tree.branches.length} branches` },
+      svg("rect", { class: "hit", x: 0, y: y - 2, width, height: high + 2, rx: 5 }),
+      svg("text", { class: "name", x: 6, y: y + high / 2 + 3.5 }, `Tree ${number + 1}`));
+    for (const step of tree.steps)
+      group.append(hover(svg("rect", { x: sx(step.start), y: y + 2, width: Math.max(sx(step.stop) - sx(step.start), 0.8), height: high - 11, css: { fill: step.fci === null ? "var(--grid)" : heat(step.fci / top), stroke: "var(--line)", "stroke-width": "0.6" } }),
+        () => [line(`tree ${number + 1}, step ${tree.steps.indexOf(step) + 1}${step.fci === null ? "" : ` · FCI ${digits(step.fci, 3)}`}`, "when"), line(oneLine(step.text), "clipped")]));
+    for (const node of tree.nodes)
+      group.append(hover(svg("rect", { x: sx(node.start), y: y + high - 8, width: Math.max(sx(node.stop) - sx(node.start) - 1, 1), height: 5, rx: 1.5, css: { fill: valueColour(node.value) } }),
+        () => [line(`tree ${number + 1}, tokens ${node.start} to ${node.stop}`, "when"), line(`V ${node.value.toFixed(2)} · A ${signed(node.advantage)} · leaves below: ${node.leaves}`)]));
+    end(group, tree, sx(tree.tokens), y + high / 2, `V ${tree.nodes[0].value.toFixed(2)}`);
+    const pick = (branch) => () => choose(number, branch);
+    put(group, { on: { click: pick(null), keydown: (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); choose(number, null); } } } }, []);
+    root.append(group);
+    const under = y + high - 3;
+    y += high + 2;
+    tree.branches.forEach((branch, n) => {
+      const middle = y + low / 2, from = sx(branch.point), to = Math.max(sx(branch.point + branch.tokens), from + 14);
+      const row = svg("g", { class: "rollout", on: { click: pick(n) } }, svg("rect", { class: "hit", x: 0, y, width, height: low, rx: 4 }),
+        svg("path", { d: `M${from} ${under}V${middle - 4}q0 4 4 4H${from + 12}`, fill: "none", "stroke-width": 1.4, css: { stroke: "var(--point)" } }),
+        svg("rect", { x: from + 11, y: middle - 3.5, width: Math.max(to - from - 11, 2), height: 7, rx: 2, css: { fill: valueColour(branch.value), opacity: "0.85" } }));
+      end(row, branch, to, middle, `A ${signed(branch.advantage)}`);
+      root.append(hover(row, () => [line(`tree ${number + 1}, branch ${n + 1} at token ${branch.point} · ${verdict(branch.reward)}${branch.answer ? ` (${short(branch.answer, 40)})` : ""}`, "when"), line(oneLine(branch.text), "clipped")]));
+      y += low;
+    });
+    for (const point of new Set(tree.branches.map((b) => b.point)))
+      root.append(svg("path", { d: `M${sx(point)} ${under - 15}l4.5 4.5l-4.5 4.5l-4.5 -4.5z`, css: { fill: "var(--point)", stroke: "var(--card)", "stroke-width": "1", "pointer-events": "none" } }));
+    y += gap;
+  });
+  root.setAttribute("viewBox", `0 0 ${width} ${y}`);
+  root.querySelectorAll(".gridline").forEach((l) => l.setAttribute("y2", y - gap));
+  const scored = forest.trees.some((t) => t.steps.some((s) => s.fci !== null));
+  return el("div", {}, el("div", { class: "map" }, root), el("div", { class: "keys" },
+    scored ? el("span", {}, "FCI of a step, low to high ", el("i", { class: "ramp heat" })) : el("span", {}, "steps were not scored in this run"),
+    el("span", {}, "value V of a node, 0 to 1 ", el("i", { class: "ramp value" })),
+    el("span", {}, el("b", { css: { color: "var(--point)" } }, "◆"), " branch point"),
+    el("span", {}, el("b", { class: "right" }, "✓"), " right  ", el("b", { class: "wrong" }, "✗"), " wrong"),
+    el("span", {}, "Click a row to read it.")));
+}
+
+/** FCI of every step of a trunk as bars, the steps that were branched marked. */
+function stepScores(tree) {
+  if (!tree.steps.some((s) => s.fci !== null)) return null;
+  const root = svg("svg", { role: "img", "aria-label": "FCI of each step of the trunk" });
+  const branched = new Set(tree.branches.map((b) => stepOf(tree, b.point).step));
+  const top = Math.max(...tree.steps.map((s) => s.fci || 0)) || 1;
+  const draw = () => {
+    const plot = frame(root, [0.5, tree.steps.length + 0.5], [0, top * 1.18], "count", "number");
+    if (!plot) return;
+    const wide = Math.min(((plot.box.right - plot.box.left) / tree.steps.length) * 0.76, 46);
+    tree.steps.forEach((step, i) => {
+      const x = plot.sx(i + 1), y = plot.sy(step.fci || 0);
+      root.append(hover(svg("rect", { x: x - wide / 2, y, width: wide, height: Math.max(plot.box.bottom - y, 0.6), rx: Math.min(2, wide / 4), css: { fill: branched.has(i) ? "var(--point)" : "var(--heat)" } }),
+        () => [line(`step ${i + 1} · FCI ${step.fci === null ? "–" : digits(step.fci, 3)}${branched.has(i) ? " · branch point" : ""}`, "when"), line(oneLine(step.text), "clipped")]));
+      if (branched.has(i)) root.append(svg("text", { x, y: y - 4, "text-anchor": "middle", css: { fill: "var(--point)" } }, "◆"));
+    });
+  };
+  new ResizeObserver(draw).observe(root);
+  return el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, "Step scores of this trunk"), el("span", { class: "note" }, "FCI by step; violet: branched")), root);
+}
+
+function ending(leaf) {
+  return [el("b", { class: verdict(leaf.reward) }, `${mark(leaf.reward)} ${verdict(leaf.reward)}`),
+    leaf.answer !== null && leaf.answer !== "" ? el("span", {}, "answer ", el("code", {}, short(leaf.answer, 60))) : null,
+    el("span", { class: "soft" }, `${leaf.tokens.toLocaleString("en")} tokens${leaf.finish === "length" ? ", cut off" : ""}`)];
+}
+function branchView(branch, number) {
+  return el("details", { class: "branch", "data-branch": number, css: { "--value": valueColour(branch.value) } },
+    el("summary", {}, el("span", { class: "pieces num" }, el("b", {}, `Branch ${number + 1}`), ending(branch),
+      el("span", {}, `V ${branch.value.toFixed(2)}`), el("span", {}, `A ${signed(branch.advantage)}`),
+      el("span", { class: "soft" }, `policy ${branch.version}, rule ${branch.rule}`))),
+    el("div", { class: "text" }, branch.text));
+}
+function nodeView(node, number) {
+  return el("li", {}, el("div", { class: "node num", css: { "--value": valueColour(node.value) } }, el("b", {}, `Segment ${number + 1}`),
+    el("span", { class: "soft" }, `tokens ${node.start} to ${node.stop}`), el("span", {}, `leaves below: ${node.leaves}`),
+    el("span", {}, `V ${node.value.toFixed(2)}`), el("span", {}, `A ${signed(node.advantage)}`)));
+}
+
+/** One tree in words: the trunk's steps in order, each branch point with the branches that leave there. */
+function treeView(tree) {
+  const top = Math.max(...tree.steps.map((s) => s.fci || 0), 1e-12);
+  const list = el("ol", { class: "steps" });
+  const fork = (node, i) => {
+    const at = tree.branches.map((b, n) => [b, n]).filter(([b]) => b.point === node.start);
+    const { step, inside } = stepOf(tree, node.start);
+    const where = inside ? `${inside} tokens into step ${step + 1}, above` : `before step ${step + 1}`;
+    list.append(el("li", {}, el("div", { class: "fork" }, el("p", {}, `◆ Branch point at token ${node.start}: ${where}`), at.map(([b, n]) => branchView(b, n)))));
+    list.append(nodeView(node, i));
+  };
+  list.append(nodeView(tree.nodes[0], 0));
+  let next = 1;
+  const points = new Set(tree.nodes.slice(1).map((n) => stepOf(tree, n.start).step));
+  tree.steps.forEach((step, i) => {
+    while (next < tree.nodes.length && tree.nodes[next].start <= step.start) fork(tree.nodes[next], next++);
+    list.append(el("li", {}, el("div", { class: `step ${points.has(i) ? "branchy" : ""}` },
+      el("div", { class: "gauge", css: { "--shade": step.fci === null ? "var(--card)" : `color-mix(in srgb, var(--heat) ${Math.round((55 * step.fci) / top)}%, var(--card))` } },
+        el("b", {}, `Step ${i + 1}`), step.fci === null ? null : el("span", {}, `FCI ${digits(step.fci, 3)}`)),
+      el("div", { class: "text" }, step.text))));
+    while (next < tree.nodes.length && tree.nodes[next].start < step.stop) fork(tree.nodes[next], next++);
+  });
+  list.append(el("li", {}, el("p", { class: "ending num" }, "The trunk ends: ", ending(tree).map((part) => [part, " "]).flat(), el("span", { class: "soft" }, ` · policy ${tree.version}, rule ${tree.rule}`))));
+  return list;
+}
+
+function forestView(forest) {
+  let chosen = tellingTree(forest);
+  const map = el("div", { class: "part" }), tree = el("div", { class: "part" });
+  const draw = (focus) => {
+    map.replaceChildren(forestMap(forest, chosen, choose));
+    const current = forest.trees[chosen];
+    const tabs = el("div", { class: "tabs", role: "tablist", "aria-label": "Trees of this forest" }, forest.trees.map((t, i) =>
+      el("button", { type: "button", role: "tab", "aria-selected": String(i === chosen), tabindex: i === chosen ? 0 : -1, on: { click: () => choose(i, null, true), keydown: (e) => {
+        const by = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
+        if (by) { e.preventDefault(); choose((i + by + forest.trees.length) % forest.trees.length, null, true); }
+      } } }, `Tree ${i + 1} `, el("span", { class: verdict(t.reward) }, mark(t.reward)), t.branches.length ? ` + ${t.branches.length}` : "")));
+    const all = el("button", { type: "button", class: "plain", on: { click: () => {
+      const folded = [...tree.querySelectorAll("details.branch")], open = folded.some((d) => !d.open);
+      folded.forEach((d) => { d.open = open; });
+    } } }, "Open or close all branches");
+    tree.replaceChildren(tabs, stepScores(current) || "", current.branches.length ? all : el("p", { class: "soft" }, "This trunk was not branched: a tree of one leaf."), treeView(current));
+    if (focus) tabs.children[chosen].focus({ preventScroll: true });
+  };
+  const choose = (number, branch, focus) => {
+    chosen = number;
+    draw(focus);
+    if (focus) return;
+    const target = branch === null ? tree : tree.querySelector(`[data-branch="${branch}"]`);
+    if (branch !== null && target) target.open = true;
+    (target || tree).scrollIntoView({ block: branch === null ? "start" : "center" });
+  };
+  draw();
+  const of = forest.own_estimator ? `A: ${forest.estimator} estimator` : "A: Eq. 3 (the run's own estimator is not part of attnrl)";
+  return el("div", { class: "card forest" },
+    el("div", { class: "part" }, el("p", { class: "label" }, "Prompt"), el("p", { class: "problem" }, forest.problem || "(the problem's words are not on record)"),
+      el("div", { class: "pills" }, el("span", { class: "pill" }, `reference: ${forest.answers.map((a) => short(a, 80)).join(" or ")}`),
+        el("span", { class: "pill" }, `V(root) ${forest.root.toFixed(3)}`), el("span", { class: "pill" }, `${forest.trees.length} trees, ${forest.leaves} leaves`), el("span", { class: "pill" }, of))),
+    map, tree);
+}
+
+function viewer(forests, runs) {
+  const last = Math.max(...forests.filter((f) => f.run === forests[0].run).map((f) => f.iteration));
+  let current = forests.findIndex((f) => f.run === forests[0].run && f.iteration === last);
+  const place = el("div", {});
+  const select = el("select", { "aria-label": "Forest", on: { change: (e) => go(Number(e.target.value)) } }, forests.map((f, i) =>
+    el("option", { value: i }, `${runs.length > 1 ? `${runs[f.run].name}, ` : ""}iteration ${f.iteration}: ${short(oneLine(f.problem || f.uid), 64)} (V ${f.root.toFixed(2)})`)));
+  const go = (i) => { current = (i + forests.length) % forests.length; select.value = current; place.replaceChildren(forestView(forests[current])); };
+  go(current);
+  const step = (by, text) => el("button", { type: "button", class: "plain", on: { click: () => go(current + by) } }, text);
+  return el("div", {}, el("div", { class: "picker" }, step(-1, "← Previous"), select, step(1, "Next →")), place);
+}
