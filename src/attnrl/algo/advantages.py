@@ -116,7 +116,7 @@ def grpo(forest: Forest, rng: np.random.Generator, *, ddof: int = 1) -> list[Sam
     rewards = np.array([t.trunk.reward for t in forest.trees])
     advantages = _standardize(rewards, ddof)
     return [
-        _sample(forest, t.trunk.rollout.ids, t.trunk.rollout.logprobs, np.full(len(t.trunk.rollout.ids), a))
+        _sample(forest, t.trunk.rollout.ids, t.trunk.rollout.logprobs, _constant_on(len(t.trunk.rollout.ids), a))
         for t, a in zip(forest.trees, advantages, strict=True)
     ]
 
@@ -127,13 +127,14 @@ def treepo(forest: Forest, rng: np.random.Generator) -> list[Sample]:
     """
     root = float(leaf_rewards(forest).mean())
 
-    def against_ancestors(tree: Tree, branch: Branch | None) -> float:
-        cut = segments(tree)
-        inner = len(cut.values) - 1 if branch is None else cut.index[branch.point]
-        reward = tree.trunk.reward if branch is None else branch.reward
-        return float(np.mean(reward - np.array([root, *cut.values[:inner]])))
-
-    return _constant(forest, _whiten(np.array([against_ancestors(t, b) for t, b in _leaves(forest)])))
+    raw = []
+    for t in forest.trees:
+        cut = segments(t)
+        for branch in (None, *t.branches):
+            inner = len(cut.values) - 1 if branch is None else cut.index[branch.point]
+            reward = t.trunk.reward if branch is None else branch.reward
+            raw.append(float(np.mean(reward - np.array([root, *cut.values[:inner]]))))
+    return _constant(forest, _whiten(np.array(raw)))
 
 
 def tree_grpo(forest: Forest, rng: np.random.Generator, *, ddof: int = 1) -> list[Sample]:
@@ -153,12 +154,15 @@ def chain(forest: Forest, rng: np.random.Generator, *, only_below: float | None 
     start = float(np.mean([t.trunk.reward for t in forest.trees]))
     samples = []
     for t in forest.trees:
-        cut = segments(t)
-        at = {p: np.mean([b.reward for b in t.branches if b.point == p]) for p in cut.index}
-        gains = _exact(np.diff([start, *(at[p] for p in sorted(at)), t.trunk.reward]))
+        outcomes: dict[int, list[float]] = {}
+        for b in t.branches:
+            outcomes.setdefault(b.point, []).append(b.reward)
+        points = sorted(outcomes)
+        gains = _exact(np.diff([start, *(np.mean(outcomes[p]) for p in points), t.trunk.reward]))
         rollout = t.trunk.rollout
+        lengths = np.diff([0, *points, len(rollout.ids)])
         mask = None if only_below is None else rollout.logprobs < np.log(only_below)
-        samples.append(_sample(forest, rollout.ids, rollout.logprobs, np.repeat(gains, cut.lengths), mask))
+        samples.append(_sample(forest, rollout.ids, rollout.logprobs, _spread(gains, lengths), mask))
     return samples
 
 
@@ -192,7 +196,7 @@ def _paths(forest: Forest, advantage: Callable[[Node, float], Values], train_unb
         cut, trunk = segments(t), t.trunk.rollout
         parents = np.concatenate([[root], cut.values[:-1]])
         on_trunk = advantage(Node(cut.values, parents, cut.leaves), t.trunk.reward)
-        samples.append(_sample(forest, trunk.ids, trunk.logprobs, np.repeat(on_trunk, cut.lengths)))
+        samples.append(_sample(forest, trunk.ids, trunk.logprobs, _spread(on_trunk, cut.lengths)))
         for branch in t.branches:
             inner = cut.index[branch.point]
             node = Node(
@@ -201,8 +205,7 @@ def _paths(forest: Forest, advantage: Callable[[Node, float], Values], train_unb
                 np.append(cut.leaves[:inner], 1.0),
             )
             lengths = np.append(cut.lengths[:inner], len(branch.rollout.ids))
-            spread = np.repeat(advantage(node, branch.reward), lengths)
-            samples.append(_branch_sample(forest, t, branch, spread))
+            samples.append(_branch_sample(forest, t, branch, _spread(advantage(node, branch.reward), lengths)))
     return samples
 
 
@@ -216,13 +219,13 @@ def _constant(forest: Forest, advantages: Values) -> list[Sample]:
     for (t, branch), a in zip(_leaves(forest), advantages, strict=True):
         if branch is None:
             rollout = t.trunk.rollout
-            samples.append(_sample(forest, rollout.ids, rollout.logprobs, np.full(len(rollout.ids), a)))
+            samples.append(_sample(forest, rollout.ids, rollout.logprobs, _constant_on(len(rollout.ids), a)))
         else:
-            samples.append(_branch_sample(forest, t, branch, np.full(branch.point + len(branch.rollout.ids), a)))
+            samples.append(_branch_sample(forest, t, branch, _constant_on(branch.point + len(branch.rollout.ids), a)))
     return samples
 
 
-def _branch_sample(forest: Forest, tree: Tree, branch: Branch, advantages: Values) -> Sample:
+def _branch_sample(forest: Forest, tree: Tree, branch: Branch, advantages: Floats) -> Sample:
     """A path that leaves the trunk: each token keeps the log-prob of the policy that drew it."""
     trunk, point = tree.trunk.rollout, branch.point
     ids = np.concatenate([trunk.ids[:point], branch.rollout.ids])
@@ -230,13 +233,22 @@ def _branch_sample(forest: Forest, tree: Tree, branch: Branch, advantages: Value
 
 
 def _sample(
-    forest: Forest, ids: Ids, logprobs: Floats, advantages: Values, mask: NDArray[np.bool_] | None = None
+    forest: Forest, ids: Ids, logprobs: Floats, advantages: Floats, mask: NDArray[np.bool_] | None = None
 ) -> Sample:
-    return Sample(forest.prompt.ids, ids, as_floats(advantages), logprobs, forest.prompt.uid, mask)
+    return Sample(forest.prompt.ids, ids, advantages, logprobs, forest.prompt.uid, mask)
 
 
 def _with(sample: Sample, advantages: Floats) -> Sample:
     return Sample(sample.prompt, sample.response, advantages, sample.logprobs, sample.uid, sample.mask)
+
+
+def _spread(per_node: Values, lengths: NDArray[np.int64]) -> Floats:
+    """[T] each node's value on all of its tokens; rounded to float32 first, half the memory to write."""
+    return np.repeat(as_floats(per_node), lengths)
+
+
+def _constant_on(tokens: int, value: float) -> Floats:
+    return np.full(tokens, value, dtype=np.float32)
 
 
 def _exact(differences: Values) -> Values:

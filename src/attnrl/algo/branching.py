@@ -94,7 +94,7 @@ def fci(
     if mode == "released":
         chosen += [k for k in allowed if k not in chosen][: points - len(chosen)]
         chosen += [chosen[i % len(chosen)] for i in range(points - len(chosen))] if chosen else []
-    else:
+    elif len(chosen) < points:
         take(sorted(allowed, key=lambda k: (-scores[k], k)))
     return tuple(sorted(steps[k].start for k in chosen))
 

@@ -71,7 +71,9 @@ SEGMENTERS: dict[str, Callable[..., tuple[Step, ...]]] = {
 
 def _offsets(texts: Sequence[str]) -> np.ndarray:
     """[T + 1] character offset of each token in the joined text."""
-    return np.concatenate([[0], np.cumsum([len(t) for t in texts], dtype=np.int64)])
+    offsets = np.zeros(len(texts) + 1, dtype=np.int64)
+    np.cumsum(np.fromiter(map(len, texts), dtype=np.int64, count=len(texts)), out=offsets[1:])
+    return offsets
 
 
 def _cut(texts: Sequence[str], text: str, pattern: re.Pattern[str]) -> tuple[Step, ...]:
