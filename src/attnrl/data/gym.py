@@ -49,7 +49,7 @@ def gym_records(
             problem, answer = str(entry["question"]).strip(), str(entry["answer"]).strip()
             if numbers_only and not _NUMBER.fullmatch(answer):
                 raise DataError(
-                    f"reasoning-gym task {name!r}: the answer {answer[:60]!r} is no plain number, and one reference may "
+                    f"reasoning-gym task {name!r}: the answer {answer[:60]!r} is no plain number; one reference may "
                     "not be the only right answer; take another task, or pass numbers_only=False"
                 )
             key = content_hash(problem)

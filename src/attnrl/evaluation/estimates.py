@@ -1,0 +1,102 @@
+"""Estimates from graded responses: pass@k, bootstrap intervals, and the summary of one benchmark. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnrl.errors import ConfigError
+
+RESAMPLES = 10_000
+LEVEL = 0.95
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that k of n responses, drawn without replacement, hold one of the c right ones.
+
+    1 - C(n-c, k) / C(n, k), correctly rounded: numerator and denominator are exact integers. It is the unbiased
+    estimate of pass@k from n samples; for k > n there is none, and it is refused.
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 0, 4), pass_at_k(4, 1, 4)
+    (0.25, 0.5, 0.0, 1.0)
+    """
+    if k < 1:
+        raise ConfigError(f"pass@{k}: k must be at least 1")
+    if k > n:
+        raise ConfigError(
+            f"pass@{k} cannot be estimated from {n} sample{'s' * (n != 1)} per problem; draw at least {k} samples or "
+            f"ask for a k of at most {n}"
+        )
+    if not 0 <= c <= n:
+        raise ValueError(f"{c} right responses of {n}")
+    draws = math.comb(n, k)
+    return (draws - math.comb(n - c, k)) / draws
+
+
+def bootstrap_means(
+    values: Sequence[float] | NDArray[np.float64], *, seed: int = 0, resamples: int = RESAMPLES
+) -> NDArray[np.float64]:
+    """[resamples] means of the values, each over a resample with replacement of the same size.
+
+    >>> set(bootstrap_means([0.5, 0.5, 0.5], resamples=10).tolist())
+    {0.5}
+    """
+    data = np.asarray(values, dtype=np.float64)
+    if data.size == 0:
+        raise ValueError("no values to resample")
+    rng = np.random.default_rng(seed)
+    means = np.empty(resamples)
+    block = max(1, 4_000_000 // data.size)  # bounds memory; the draws do not depend on it: rows come in order
+    for start in range(0, resamples, block):
+        rows = min(block, resamples - start)
+        means[start : start + rows] = data[rng.integers(data.size, size=(rows, data.size))].mean(axis=1)
+    return means
+
+
+def interval(means: NDArray[np.float64], level: float = LEVEL) -> tuple[float, float]:
+    """The middle `level` of the bootstrap means (percentile interval)."""
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def summarize(
+    rewards: Sequence[Sequence[float]],
+    truncated: Sequence[Sequence[bool]],
+    lengths: Sequence[Sequence[int]],
+    ks: Sequence[int] = (1,),
+    *,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> dict[str, float]:
+    """The numbers of one benchmark, from one inner sequence per problem.
+
+    For each k `pass@k`, its 95 % interval `pass@k_low` and `pass@k_high` by bootstrap over problems; then `truncated`
+    (share of responses cut off by the length limit), `mean_tokens`, `problems` and `responses`. pass@1 is the mean over
+    problems of the share of right responses. `mean_tokens` is NaN where no lengths are known.
+
+    >>> table = summarize([[1, 0], [1, 1]], [[False, True], [False, False]], [[10, 30], [20, 20]], ks=(1, 2))
+    >>> table["pass@1"], table["pass@2"], table["truncated"], table["mean_tokens"]
+    (0.75, 1.0, 0.25, 20.0)
+    """
+    if not rewards or not all(len(row) for row in rewards):
+        raise ConfigError("nothing to summarize: every problem needs at least one graded response")
+    table: dict[str, float] = {}
+    for k in sorted(set(ks) | {1}):
+        estimates = problem_estimates(rewards, k)
+        low, high = interval(bootstrap_means(estimates, seed=seed, resamples=resamples))
+        table |= {f"pass@{k}": float(np.mean(estimates)), f"pass@{k}_low": low, f"pass@{k}_high": high}
+    all_lengths = [n for row in lengths for n in row]
+    return table | {
+        "truncated": float(np.mean([cut for row in truncated for cut in row])),
+        "mean_tokens": float(np.mean(all_lengths)) if all_lengths else math.nan,
+        "problems": float(len(rewards)),
+        "responses": float(sum(map(len, rewards))),
+    }
+
+
+def problem_estimates(rewards: Sequence[Sequence[float]], k: int) -> list[float]:
+    """pass@k of each problem."""
+    return [pass_at_k(len(row), sum(reward > 0.5 for reward in row), k) for row in rewards]

@@ -1,0 +1,77 @@
+"""The durable log of an evaluation: graded responses appended as they come, so that a kill loses one chunk at most."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from attnrl.errors import ConfigError, DataError
+from attnrl.evaluation.results import RESPONSES, SETTINGS, Response, write_whole
+
+
+class ResponseLog:
+    """The responses of one results directory; `done` holds those that were there at the start."""
+
+    def __init__(self, file: IO[bytes], done: list[Response]) -> None:
+        self._file = file
+        self.done = done
+
+    def append(self, responses: Sequence[Response]) -> None:
+        """Add responses; on return they are on disk."""
+        self._file.write(b"".join(response.to_json().encode() + b"\n" for response in responses))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+@contextmanager
+def open_log(directory: Path, settings: Mapping[str, Any]) -> Iterator[ResponseLog]:
+    """The log of a directory, new or continued. Refuses one that was begun with other settings or is in use.
+
+    A last line without its line break was cut off by a kill and is dropped.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / RESPONSES
+    with path.open("a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the process, however it ends
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{directory}: another evaluation is writing there; wait for it or name another"
+            ) from error
+        _check_settings(directory, settings)
+        file.seek(0)
+        whole = file.read()
+        whole = whole[: whole.rfind(b"\n") + 1]
+        file.truncate(len(whole))
+        yield ResponseLog(file, _parse(path, whole))
+
+
+def _parse(path: Path, text: bytes) -> list[Response]:
+    responses = []
+    for number, line in enumerate(text.split(b"\n")[:-1]):
+        try:
+            responses.append(Response.from_json(line.decode()))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path}:{number}: not a line this command wrote ({error}); remove it or start anew"
+            ) from error
+    return responses
+
+
+def _check_settings(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Remember the settings of a new evaluation; a continued one must have the same."""
+    file = directory / SETTINGS
+    asked = json.loads(json.dumps(settings))
+    if not file.exists():
+        write_whole(file, json.dumps(asked, indent=2) + "\n")
+        return
+    begun = json.loads(file.read_text(encoding="utf-8"))
+    different = sorted(key for key in begun.keys() | asked.keys() if begun.get(key) != asked.get(key))
+    if different:
+        changes = "; ".join(f"{key} was {begun.get(key)!r}, is now {asked.get(key)!r}" for key in different)
+        raise ConfigError(f"{directory} holds an evaluation with other settings ({changes}); name another --output")

@@ -1,0 +1,241 @@
+"""Graded responses, the report made of them, and their files.
+
+A results directory holds
+  settings.json     what was asked for; a continued evaluation must ask for the same
+  responses.jsonl   one graded response a line, appended as they come
+  problems.parquet  one row per problem
+  results.json      the tables
+  results.md        the same for readers
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from attnrl.errors import ConfigError, DataError
+from attnrl.evaluation.estimates import RESAMPLES, bootstrap_means, interval, problem_estimates, summarize
+from attnrl.types import content_hash
+
+PROBLEMS, RESPONSES, RESULTS, MARKDOWN, SETTINGS = (
+    "problems.parquet",
+    "responses.jsonl",
+    "results.json",
+    "results.md",
+    "settings.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One graded response.
+
+    >>> Response("tasks", 0, 0, "1+1?", ("2",), "2", 1.0, "number").right
+    True
+    """
+
+    benchmark: str
+    row: int  # of the problem in its benchmark
+    sample: int  # number of the response among those to the same problem
+    problem: str
+    gold: tuple[str, ...]
+    response: str
+    reward: float
+    rule: str
+    answer: str | None = None
+    error: str | None = None  # of the verifier, kept apart from "wrong"
+    finish: Literal["stop", "length"] = "stop"
+    tokens: int | None = None  # None: not known
+
+    @property
+    def right(self) -> bool:
+        return self.reward > 0.5
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=True)
+
+    @classmethod
+    def from_json(cls, line: str) -> Response:
+        row = json.loads(line)
+        return cls(**(row | {"gold": tuple(row["gold"])}))
+
+
+@dataclass(frozen=True)
+class Report:
+    """All graded responses of an evaluation and what they amount to. Not slotted: tables are computed once."""
+
+    responses: Sequence[Response]
+    ks: tuple[int, ...] = (1,)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0  # of the bootstrap
+    resamples: int = RESAMPLES
+
+    @cached_property
+    def groups(self) -> dict[str, dict[int, list[Response]]]:
+        """benchmark -> row -> responses, in order."""
+        groups: dict[str, dict[int, list[Response]]] = {}
+        for response in self.responses:
+            groups.setdefault(response.benchmark, {}).setdefault(response.row, []).append(response)
+        return {
+            name: {row: sorted(rows[row], key=lambda r: r.sample) for row in sorted(rows)}
+            for name, rows in groups.items()
+        }
+
+    @cached_property
+    def tables(self) -> dict[str, dict[str, float]]:
+        """benchmark -> its numbers (see `summarize`, and `errors`: responses the verifier could not decide)."""
+        return {name: self._table(list(rows.values())) for name, rows in self.groups.items()}
+
+    def _table(self, problems: list[list[Response]]) -> dict[str, float]:
+        fewest, most = min(map(len, problems)), max(self.ks)
+        if most > fewest:
+            raise ConfigError(
+                f"pass@{most} cannot be estimated: benchmark {problems[0][0].benchmark} has a problem with only {fewest} "
+                f"sample{'s' * (fewest != 1)}; draw at least {most} samples or ask for a smaller k"
+            )
+        table = summarize(
+            [[r.reward for r in rows] for rows in problems],
+            [[r.finish == "length" for r in rows] for rows in problems],
+            [[r.tokens for r in rows if r.tokens is not None] for rows in problems],
+            self.ks,
+            seed=self.seed,
+            resamples=self.resamples,
+        )
+        return table | {"errors": float(sum(r.error is not None for rows in problems for r in rows))}
+
+    @cached_property
+    def average(self) -> dict[str, float]:
+        """The mean over benchmarks of each pass@k ("Avg."), with its interval: each benchmark's problems resampled."""
+        table: dict[str, float] = {}
+        for k in sorted({1, *self.ks}):
+            means = []
+            for number, rows in enumerate(self.groups.values()):
+                estimates = problem_estimates([[r.reward for r in problem] for problem in rows.values()], k)
+                means.append(bootstrap_means(estimates, seed=self.seed + 1000 * number, resamples=self.resamples))
+            low, high = interval(np.mean(means, axis=0))
+            centre = float(np.mean([numbers[f"pass@{k}"] for numbers in self.tables.values()]))
+            table |= {f"pass@{k}": centre, f"pass@{k}_low": low, f"pass@{k}_high": high}
+        return table
+
+    def metrics(self) -> dict[str, float]:
+        """Flat `eval/BENCHMARK/NUMBER` metrics, and `eval/average/...` over several benchmarks."""
+        tables = dict(self.tables)
+        if len(tables) > 1:
+            tables["average"] = self.average
+        flat = {f"eval/{name}/{key}": value for name, table in tables.items() for key, value in table.items()}
+        return {key: value for key, value in flat.items() if not math.isnan(value)}
+
+    def problem_rows(self) -> list[dict[str, Any]]:
+        """One row per problem: identity, counts and estimates."""
+        rows = []
+        for benchmark, problems in self.groups.items():
+            for row, responses in problems.items():
+                tokens = [r.tokens for r in responses if r.tokens is not None]
+                numbers: dict[str, Any] = {
+                    "benchmark": benchmark,
+                    "row": row,
+                    "uid": content_hash(responses[0].problem or f"{benchmark}:{row}"),
+                    "problem": responses[0].problem,
+                    "gold": list(responses[0].gold),
+                    "samples": len(responses),
+                    "right": sum(r.right for r in responses),
+                    "truncated": sum(r.finish == "length" for r in responses),
+                    "errors": sum(r.error is not None for r in responses),
+                    "mean_tokens": float(np.mean(tokens)) if tokens else None,
+                }
+                for k in sorted({1, *self.ks}):
+                    numbers[f"pass@{k}"] = problem_estimates([[r.reward for r in responses]], k)[0]
+                rows.append(numbers)
+        return rows
+
+    def save(self, directory: Path) -> None:
+        """Write problems.parquet, results.json and results.md; each appears whole or not at all."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        directory.mkdir(parents=True, exist_ok=True)
+        part = directory / f"{PROBLEMS}.part"
+        pq.write_table(pa.Table.from_pylist(self.problem_rows()), part)
+        part.replace(directory / PROBLEMS)
+        results = {"settings": dict(self.settings), "benchmarks": self.tables}
+        if len(self.tables) > 1:
+            results["average"] = self.average
+        write_whole(directory / RESULTS, json.dumps(_no_nan(results), indent=2) + "\n")
+        write_whole(directory / MARKDOWN, markdown(table_rows(self)))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader never sees half of it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def load_problem_rows(path: Path) -> list[dict[str, Any]]:
+    """The per-problem rows of a results directory or of its problems.parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = path / PROBLEMS if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(f"{path}: no {PROBLEMS} there; give the --output directory of a finished `attnrl eval`")
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(file).to_pylist()
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{file}: not a readable parquet file ({error})") from error
+    return rows
+
+
+def table_rows(report: Report) -> list[list[str]]:
+    """The table people read: header first, one row per benchmark, and the average of several."""
+    ks = sorted({1, *report.ks})
+    header = ["benchmark", "problems", "samples", *(f"pass@{k}" for k in ks), "truncated", "tokens", "errors"]
+    rows = [header]
+    for name, table in report.tables.items():
+        samples = table["responses"] / table["problems"]
+        rows.append(
+            [
+                name,
+                f"{table['problems']:.0f}",
+                f"{samples:.0f}" if samples.is_integer() else f"{samples:.1f}",
+                *(percent(table, k) for k in ks),
+                f"{100 * table['truncated']:.1f} %",
+                "-" if math.isnan(table["mean_tokens"]) else f"{table['mean_tokens']:,.0f}",
+                f"{table['errors']:.0f}",
+            ]
+        )
+    if len(report.tables) > 1:
+        rows.append(["Avg.", "", "", *(percent(report.average, k) for k in ks), "", "", ""])
+    return rows
+
+
+def percent(table: Mapping[str, float], k: int) -> str:
+    low, high = table[f"pass@{k}_low"], table[f"pass@{k}_high"]
+    return f"{100 * table[f'pass@{k}']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table.
+
+    >>> print(markdown([["a", "b"], ["1", "2"]]), end="")
+    | a | b |
+    |---|---|
+    | 1 | 2 |
+    """
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|" + "---|" * len(rows[0]))
+    return "\n".join(lines) + "\n"
+
+
+def _no_nan(value: Any) -> Any:
+    """NaN is not JSON: unknown numbers are null."""
+    if isinstance(value, dict):
+        return {key: _no_nan(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,202 @@
+"""The evaluation itself: draw, grade, keep. The same function serves the command and the evaluation during training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from attnrl.backend import Backend
+from attnrl.errors import ConfigError
+from attnrl.evaluation.estimates import RESAMPLES
+from attnrl.evaluation.log import ResponseLog, open_log
+from attnrl.evaluation.results import Report, Response
+from attnrl.types import Ids, Prompt, Request, Rollout, Sampling, Verdict, content_hash
+
+Grade = Callable[[Sequence[tuple[str, Sequence[str]]]], list[Verdict]]
+Job = tuple[str, int, int, Prompt]  # benchmark, row, sample, prompt
+
+
+def evaluate(
+    backend: Backend,
+    prompts: Mapping[str, Sequence[Prompt]],
+    *,
+    decode: Callable[[Ids], str],
+    grade: Grade,
+    samples: int | Mapping[str, int],
+    sampling: Sampling,
+    max_tokens: int,
+    seed: int = 0,
+    ks: Sequence[int] = (1,),
+    out_dir: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    chunk: int | None = None,
+    grade_truncated: bool = False,
+    resamples: int = RESAMPLES,
+    progress: bool = False,
+) -> Report:
+    """The report over `samples` responses to every prompt of every benchmark.
+
+    Each response has a random stream of its own, made of seed, benchmark, row and sample number: chunks, order and
+    interruptions do not change it. With `out_dir` the responses are kept there as they come, `chunk` at a time, and a
+    second call with the same settings continues where the first ended, to the same report; `settings` adds entries
+    (the model's name) that must agree too. A response cut off by the length limit counts as wrong unless
+    `grade_truncated`.
+    """
+    counts = {name: samples if isinstance(samples, int) else samples[name] for name in prompts}
+    check_samples(counts, ks)
+    if max_tokens < 1:
+        raise ConfigError(f"max_tokens = {max_tokens}: must be at least 1")
+    if empty := [name for name, rows in prompts.items() if not rows]:
+        raise ConfigError(f"benchmark {empty[0]} has no problems")
+    jobs = [
+        (name, row, sample, prompt)
+        for name, rows in prompts.items()
+        for row, prompt in enumerate(rows)
+        for sample in range(counts[name])
+    ]
+    asked = {
+        **(settings or {}),
+        "samples": counts,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "grade_truncated": grade_truncated,
+        "prompts": {name: _fingerprint(rows) for name, rows in prompts.items()},
+    }
+
+    def draw(batch: Sequence[Job]) -> list[Response]:
+        requests = [Request(p.ids, max_tokens, request_seed(seed, name, row, n)) for name, row, n, p in batch]
+        rollouts = backend.generate(requests, sampling)
+        return grade_rollouts(batch, rollouts, decode=decode, grade=grade, grade_truncated=grade_truncated)
+
+    with open_log(out_dir, asked) if out_dir is not None else nullcontext() as log:
+        responses = _draw_all(jobs, draw, log, chunk or (512 if log is not None else len(jobs)), progress)
+    report = Report(responses, ks=tuple(ks), settings=asked, seed=seed, resamples=resamples)
+    if out_dir is not None:
+        report.save(out_dir)
+    return report
+
+
+def _draw_all(
+    jobs: Sequence[Job],
+    draw: Callable[[Sequence[Job]], list[Response]],
+    log: ResponseLog | None,
+    chunk: int,
+    progress: bool,
+) -> list[Response]:
+    """All responses in the order of the jobs: those of the log, and the missing ones, drawn and logged."""
+    found = {(r.benchmark, r.row, r.sample): r for r in (log.done if log is not None else ())}
+    missing = [job for job in jobs if job[:3] not in found]
+    with _bar(len(jobs), progress) as advance:
+        advance(found.values())
+        for start in range(0, len(missing), chunk):
+            responses = draw(missing[start : start + chunk])
+            if log is not None:
+                log.append(responses)
+            found |= {(r.benchmark, r.row, r.sample): r for r in responses}
+            advance(responses)
+    return [found[job[:3]] for job in jobs]
+
+
+def grade_rollouts(
+    jobs: Sequence[Job],
+    rollouts: Sequence[Rollout],
+    *,
+    decode: Callable[[Ids], str],
+    grade: Grade,
+    grade_truncated: bool,
+) -> list[Response]:
+    """The graded responses. A truncated one is not graded: what stands in its last box is no final answer."""
+    texts = [decode(rollout.ids) for rollout in rollouts]
+    graded = [i for i, rollout in enumerate(rollouts) if rollout.finish == "stop" or grade_truncated]
+    verdicts = dict(zip(graded, grade([(texts[i], jobs[i][3].answers) for i in graded]), strict=True))
+    cut_off = Verdict(reward=0.0, rule="truncated")
+    responses = []
+    for i, ((name, row, sample, prompt), rollout) in enumerate(zip(jobs, rollouts, strict=True)):
+        verdict = verdicts.get(i, cut_off)
+        responses.append(
+            Response(
+                benchmark=name,
+                row=row,
+                sample=sample,
+                problem=prompt.problem,
+                gold=prompt.answers,
+                response=texts[i],
+                reward=verdict.reward,
+                rule=verdict.rule,
+                answer=verdict.answer,
+                error=verdict.error,
+                finish=rollout.finish,
+                tokens=len(rollout.ids),
+            )
+        )
+    return responses
+
+
+def request_seed(seed: int, benchmark: str, row: int, sample: int) -> int:
+    """The random stream of one response: 63 bits that depend on these four alone.
+
+    >>> request_seed(0, "aime24", 3, 1) == request_seed(0, "aime24", 3, 1) != request_seed(0, "aime24", 3, 2)
+    True
+    """
+    digest = hashlib.sha256(repr((seed, benchmark, row, sample)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def check_samples(samples: Mapping[str, int], ks: Sequence[int]) -> None:
+    """Raise where pass@k cannot be estimated from that many samples; callers ask before they load a model."""
+    if not samples:
+        raise ConfigError("nothing to evaluate: name at least one benchmark")
+    if not ks or min(ks) < 1:
+        raise ConfigError(f"k = {list(ks)}: give one or more numbers of at least 1")
+    for name, count in samples.items():
+        if count < 1:
+            raise ConfigError(f"samples = {count} for benchmark {name}: must be at least 1")
+        if max(ks) > count:
+            raise ConfigError(
+                f"pass@{max(ks)} cannot be estimated from {count} sample{'s' * (count != 1)} per problem of benchmark "
+                f"{name}; raise samples to at least {max(ks)} or ask for a smaller k"
+            )
+
+
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Identity of a list of prompts: token ids and answers, in order."""
+    return content_hash(*(f"{p.ids.tolist()} {p.answers}" for p in prompts))
+
+
+@contextmanager
+def _bar(total: int, shown: bool) -> Iterator[Callable[[Iterable[Response]], None]]:
+    """A progress bar on stderr with the share of right responses so far."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[right]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    done: list[bool] = []
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task("responses", total=total, right="")
+
+        def advance(responses: Iterable[Response]) -> None:
+            done.extend(response.right for response in responses)
+            share = f"{100 * sum(done) / len(done):.1f} % right" if done else ""
+            bar.update(task, completed=len(done), right=share)
+
+        yield advance
