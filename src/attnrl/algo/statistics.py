@@ -84,7 +84,8 @@ def sample_statistics(every: Sequence[Sample], trained: Sequence[Sample]) -> dic
     """How much of the train batch has signal: samples, tokens, and their shares. Paper: Fig. 6b, Table 3."""
     signal = [s for s in every if s.has_signal]
     tokens = sum(len(s.response) for s in every)
-    valid = sum(int(np.count_nonzero(s.advantages)) for s in signal)
+    carrying = (s.advantages if s.mask is None else s.advantages[s.mask] for s in signal)
+    valid = sum(int(np.count_nonzero(a)) for a in carrying)
     return {
         "train/samples": float(len(trained)),
         "train/valid_samples": float(len(signal)),
