@@ -19,6 +19,16 @@ from attnrl.local.models import LoraOptions, add_lora, is_lora, load_model, plai
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores
 
+SCORE_FREE = (
+    "surprisal",
+    "entropy",
+    "random_steps",
+    "uniform",
+    "every_step",
+    "fixed_segments",
+    "low_probability",
+    "none",
+)
 MODEL, ADAPTER, STATE = "model", "adapter", "learner.pt"  # what `save` writes into a checkpoint
 
 
@@ -46,8 +56,11 @@ class LocalBackend:
     A checkpoint holds `model/` (Hugging Face format with tokenizer, loadable as it is), `learner.pt` (optimizer,
     counters, random states) and with LoRA `adapter/` (peft format; `model/` is then the merged model).
 
-    Metrics of `update` are those of `UpdateMetrics`, and on CUDA device/peak_memory_gb: most memory held since the last
-    update, in GB.
+    Metrics of `update` are those of `UpdateMetrics`, and of the time since the last update:
+    score/overhead             time of scoring with FCI over time without, minus 1
+    score/seconds, score/tokens, score/packs
+    generate/shared_context    share of context tokens that another request had already run over
+    device/peak_memory_gb      most device memory held, GB (CUDA only)
     """
 
     def __init__(
@@ -69,6 +82,8 @@ class LocalBackend:
             rows=self.options.rows,
             progress=self.options.progress,
         )
+        self.scored = scoring.ScoreReport()  # since the last update
+        self._shared_tokens = self._context_tokens = 0
         self.learner: Learner | None = None
         if learner is not None:
             needs_copy = learner.loss.kl_weight > 0 and not is_lora(model)
@@ -77,11 +92,15 @@ class LocalBackend:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """One rollout per request, in order, drawn by the current policy and marked with its version."""
-        return self.sampler.generate(requests, sampling, version=self.version)
+        rollouts = self.sampler.generate(requests, sampling, version=self.version)
+        stats = self.sampler.stats
+        self._shared_tokens += stats.saved_tokens
+        self._context_tokens += stats.saved_tokens + stats.prefilled_tokens
+        return rollouts
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
         """Log-probs, entropy and FCI of finished responses, from one forward pass each. Paper: Eq. 4-6."""
-        return scoring.score(
+        scores: list[Scores] = scoring.score(
             plain(self.model),
             requests,
             delta=self.options.delta,
@@ -89,7 +108,10 @@ class LocalBackend:
             temperature=self.options.temperature,
             token_budget=self.options.score_tokens,
             fci=self.options.fci,
+            progress=self.options.progress,
+            report=self.scored,
         )
+        return scores
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One pass over the samples in minibatches; returns metrics and raises the version. Paper: Eq. 1."""
@@ -99,9 +121,18 @@ class LocalBackend:
             self.sampler.release()
         metrics = self.learner.update(samples, version=self.version)
         self.version += 1
+        metrics |= self._engine_metrics()
         if self.device.type == "cuda":
             metrics["device/peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
             torch.cuda.reset_peak_memory_stats(self.device)
+        return metrics
+
+    def _engine_metrics(self) -> dict[str, float]:
+        """What sampler and scorer did since the last update; they start anew."""
+        metrics = {k: float(v) for k, v in self.scored.metrics().items() if not isinstance(v, str)}
+        metrics["generate/shared_context"] = self._shared_tokens / max(1, self._context_tokens)
+        self.scored = scoring.ScoreReport()
+        self._shared_tokens = self._context_tokens = 0
         return metrics
 
     def save(self, path: Path) -> None:
@@ -211,6 +242,7 @@ def backend_from_config(config: Config, *, model: str | Path | None = None, prog
         key_reduce=config.algo.key_reduce,
         temperature=config.sampling.temperature,
         score_tokens=config.update.microbatch_tokens,
+        fci=config.algo.filter != "none" or config.algo.rule not in SCORE_FREE,
         progress=progress,
     )
     lora = None

@@ -1,0 +1,68 @@
+"""attnrl warmup: supervised warm-up of a small model on made-up task solutions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from attnrl.data.tasks import TaskSpec
+from attnrl.local.warmup import Shape, WarmupOptions, prepare_warmup
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Train a small model on worked solutions of made-up tasks, so that a base policy exists without any download.
+
+    Writes a Hugging Face model and tokenizer, metrics.jsonl and warmup.json into the output directory. Example:
+
+    attnrl warmup --output runs/base --seconds 300 --shape.layers 8 --shape.width 512 --shape.heads 8 --shape.kv-heads 4
+    """
+
+    output: Path
+    """Directory to write to; it must not hold a model yet."""
+    model: str | None = None
+    """Start from this model directory or hub name, with its tokenizer, instead of a new model."""
+    device: str = "auto"
+    """auto (CUDA where there is one), cpu, cuda."""
+    dtype: str = "auto"
+    """Weights during training: auto (bfloat16 on CUDA, float32 elsewhere), float32, bfloat16. Optimizer: float32."""
+    options: tyro.conf.OmitArgPrefixes[WarmupOptions] = field(default_factory=lambda: WarmupOptions(seconds=300.0))
+    shape: Shape = field(default_factory=Shape)
+    task: TaskSpec = field(default_factory=TaskSpec)
+
+
+def main(argv: list[str]) -> int | None:
+    """Warm up, save, and say how good the model is."""
+    arguments = tyro.cli(Arguments, args=argv, prog="attnrl warmup")
+    console = Console()
+    run = prepare_warmup(
+        arguments.output,
+        arguments.task,
+        arguments.options,
+        shape=arguments.shape,
+        model=arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+    )
+    count = sum(p.numel() for p in run.model.parameters())
+    console.print(f"{count / 1e6:.2f}M parameters on {run.model.device}, {run.model.dtype}")
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("warm-up", total=1.0)
+
+        def observe(share: float, metrics: dict[str, float]) -> None:
+            tokens = metrics["warmup/tokens"] / 1e6
+            line = f"{tokens:.1f}M tokens  loss {metrics['warmup/loss']:.3f}  accuracy {run.accuracy:.1%}"
+            bar.update(task, completed=min(1.0, share), description=line)
+            if "warmup/accuracy" in metrics:
+                speed = metrics["warmup/tokens_per_second"]
+                console.print(f"{metrics['warmup/seconds']:.0f} s  {line}  {speed:,.0f} tokens/s", highlight=False)
+
+        run.train(observe)
+    run.save(arguments.output)
+    console.print(f"held-out accuracy {run.accuracy:.1%}; model written to {arguments.output}")
+    return 0

@@ -1,0 +1,127 @@
+"""Packed batches of task solutions, made in worker processes. No torch here: a worker starts in a moment.
+
+Shapes: T tokens of a batch, N of them predict a solution token.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnrl.data.tasks import Task, TaskSpec, make_task
+from attnrl.types import Ids, as_ids
+
+STRIDE = 1_000_000  # task indices set aside for one batch, far more than it can hold
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What the batches are made of: the same recipe and index give the same batch on every machine."""
+
+    spec: TaskSpec
+    tokenizer_file: str  # tokenizer.json
+    before: str  # template text before the problem
+    after: str  # template text between problem and solution
+    end: int  # id of the token that ends a solution
+    tokens: int  # T
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """A task in token ids."""
+
+    task: Task
+    prompt: Ids
+    solution: Ids  # with its end token
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Examples:
+    """One packed batch: sequences end to end, filled up to T with a sequence that carries no loss."""
+
+    ids_T: Ids
+    lengths: tuple[int, ...]
+    source_N: NDArray[np.int64]  # position that predicts each target
+    targets_N: Ids
+    tokens: int  # without the filling
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(file: str) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(file)
+
+
+def make_examples(recipe: Recipe, split: Any, start: int, count: int) -> list[Example]:
+    """Tasks start, start + 1, ... of a split, encoded."""
+    tasks = [make_task(recipe.spec, split, i, recipe.seed) for i in range(start, start + count)]
+    encode = _tokenizer(recipe.tokenizer_file).encode_batch
+    prompts = encode([f"{recipe.before}{t.problem}{recipe.after}" for t in tasks], add_special_tokens=False)
+    solutions = encode([t.solution for t in tasks], add_special_tokens=False)
+    return [
+        Example(task, as_ids(p.ids), as_ids([*s.ids, recipe.end]))
+        for task, p, s in zip(tasks, prompts, solutions, strict=True)
+    ]
+
+
+def make_batch(recipe: Recipe, index: int) -> Examples:
+    """Batch number `index`: as many training tasks as fit into T tokens, in the order they come."""
+    chosen: list[Example] = []
+    room, start = recipe.tokens, index * STRIDE
+    while True:
+        for example in make_examples(recipe, "train", start, 16):
+            length = len(example.prompt) + len(example.solution)
+            if length > room:
+                return _lay_out(chosen or [_cut(example, recipe.tokens)], recipe.tokens)
+            chosen.append(example)
+            room -= length
+        start += 16
+
+
+def _cut(example: Example, tokens: int) -> Example:
+    return Example(example.task, example.prompt, example.solution[: max(1, tokens - len(example.prompt))])
+
+
+def _lay_out(examples: list[Example], tokens: int) -> Examples:
+    rows = [np.concatenate([e.prompt, e.solution]) for e in examples]
+    starts = np.cumsum([0, *map(len, rows)])
+    used = int(starts[-1])
+    lengths = [len(row) for row in rows]
+    if filling := max(0, tokens - used):
+        rows.append(np.zeros(filling, np.int32))
+        lengths.append(filling)
+    source = [np.arange(len(e.solution)) + s + len(e.prompt) - 1 for e, s in zip(examples, starts, strict=False)]
+    targets = np.concatenate([e.solution for e in examples])
+    return Examples(np.concatenate(rows), tuple(lengths), np.concatenate(source), targets, used)
+
+
+def batches(recipe: Recipe, *, workers: int) -> Generator[Examples, None, None]:
+    """Batches 0, 1, 2, ... without end; `workers` processes stay ahead of the consumer (0: made in this process)."""
+    if workers == 0:
+        index = 0
+        while True:
+            yield make_batch(recipe, index)
+            index += 1
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        waiting: deque[Future[Examples]] = deque(pool.submit(make_batch, recipe, i) for i in range(4 * workers))
+        index = len(waiting)
+        try:
+            while True:
+                batch = waiting.popleft().result()
+                waiting.append(pool.submit(make_batch, recipe, index))
+                index += 1
+                yield batch
+        finally:
+            for future in waiting:
+                future.cancel()

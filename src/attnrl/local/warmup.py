@@ -1,0 +1,373 @@
+"""Supervised warm-up of a small model on task solutions: a base policy without any download."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from attnrl.data.tasks import TaskSpec
+from attnrl.errors import ConfigError, TrainingError
+from attnrl.local.examples import Example, Examples, Recipe, batches, make_examples
+from attnrl.local.logprobs import packed_hidden, token_logprobs
+from attnrl.local.models import (
+    DTYPES,
+    check_model_path,
+    load_model,
+    pick_device,
+    pick_dtype,
+    prepare_model,
+    stop_token_ids,
+)
+from attnrl.local.optimizer import MasterAdamW
+from attnrl.local.packing import Pack
+from attnrl.local.sampler import Sampler
+from attnrl.types import Request, Sampling
+
+BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+MARK = "\u241f"  # stands for the problem while the chat template is taken apart
+Observer = Callable[[float, dict[str, float]], None]  # share of the budget used, metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The architecture of a new model."""
+
+    family: Literal["qwen3", "llama", "qwen2"] = "qwen3"
+    """Model family. qwen2 needs our own tokenizer loading: AutoTokenizer replaces the splitting rules of that type."""
+    layers: int = 4
+    """Decoder layers."""
+    width: int = 192
+    """Hidden size."""
+    heads: int = 6
+    """Query heads."""
+    kv_heads: int = 2
+    """Key and value heads; divides `heads`."""
+    head_size: int = 32
+    """Size of a head, at least 32."""
+    mlp: int | None = None
+    """Size of the feed-forward layer; by default 8/3 of the width, in multiples of 64."""
+    positions: int = 4096
+    """Longest sequence."""
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}")
+        if self.head_size < 32 or self.head_size % 2:
+            raise ConfigError(f"head_size must be even and at least 32, not {self.head_size}")
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupOptions:
+    """Budget, schedule and checks of a warm-up."""
+
+    seconds: float | None = None
+    """Time budget, from the first batch on; the learning rate reaches its end exactly then."""
+    tokens: int | None = None
+    """Token budget (prompts included); with both budgets the first one to run out ends it."""
+    target_accuracy: float | None = None
+    """Stop once held-out accuracy reaches this share."""
+    batch_tokens: int = 32768
+    """Packed tokens per update."""
+    microbatch_tokens: int | None = None
+    """Tokens per forward and backward; by default all of a batch."""
+    lr: float = 2e-3
+    """Highest learning rate."""
+    final_lr: float = 0.02
+    """Share of `lr` at the end of the budget."""
+    schedule: Literal["cosine", "linear"] = "cosine"
+    """How the learning rate falls."""
+    warmup_updates: int = 100
+    """Updates of linear rise at the start."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's averages."""
+    weight_decay: float = 0.05
+    """AdamW's weight decay, on matrices."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+    evaluations: int = 8
+    """Held-out checks, spread evenly over the budget; the last one after the end."""
+    evaluation_tasks: int = 256
+    """Held-out tasks in each check."""
+    temperature: float = 1.0
+    """Sampling temperature of the checks."""
+    workers: int | None = None
+    """Processes that make tasks; by default all cores but one, at most 14; 0: none."""
+    seed: int = 0
+    """Seed of weights and tasks."""
+    save_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Weights in the saved model."""
+
+    def __post_init__(self) -> None:
+        if self.seconds is None and self.tokens is None:
+            raise ConfigError("a warm-up needs a budget: --seconds, --tokens or both")
+        for name in ("seconds", "tokens", "batch_tokens", "lr", "evaluation_tasks", "microbatch_tokens"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be greater than 0, not {value}")
+
+    def learning_rate(self, share: float, updates: int) -> float:
+        """After `updates` updates and this share of the budget.
+
+        >>> options = WarmupOptions(seconds=60, lr=1.0, final_lr=0.1, warmup_updates=10, schedule="linear")
+        >>> [round(options.learning_rate(s, u), 3) for s, u in ((0.0, 4), (0.0, 99), (0.5, 99), (1.0, 99))]
+        [0.5, 1.0, 0.55, 0.1]
+        """
+        rise = min(1.0, (updates + 1) / self.warmup_updates) if self.warmup_updates else 1.0
+        left = 1.0 - min(1.0, share)
+        fall = left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+        return self.lr * rise * (self.final_lr + (1 - self.final_lr) * fall)
+
+
+def new_model(shape: Shape, tokenizer: Any, *, seed: int = 0) -> Any:
+    """A random float32 model with tied embeddings for this tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        shape.family,
+        vocab_size=len(tokenizer),
+        hidden_size=shape.width,
+        intermediate_size=shape.mlp or -(-shape.width * 8 // (3 * 64)) * 64,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        max_position_embeddings=shape.positions,
+        tie_word_embeddings=True,
+        attention_dropout=0.0,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    if shape.family == "qwen2" and shape.head_size * shape.heads != shape.width:
+        raise ConfigError(f"qwen2 needs heads * head_size = width; {shape.heads} * {shape.head_size} != {shape.width}")
+    torch.manual_seed(seed)
+    return prepare_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa"))
+
+
+def template_ends(tokenizer: Any) -> tuple[str, str]:
+    """What the chat template puts before and after a problem; a line break after it where there is no template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return "", "\n"
+    message = [{"role": "user", "content": MARK}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    before, _, after = text.partition(MARK)
+    return before, after
+
+
+@dataclass(slots=True)
+class Warmup:
+    """One warm-up run: `train` it, then `save` it."""
+
+    model: Any
+    tokenizer: Any
+    recipe: Recipe
+    options: WarmupOptions
+    log: Path | None = None  # metrics as JSON lines
+    updates: int = 0
+    tokens: int = 0
+    accuracy: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=list)
+    optimizer: MasterAdamW = field(init=False)
+    sampler: Sampler = field(init=False)
+    held_out: list[Example] = field(init=False)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.optimizer = MasterAdamW(
+            self.model.parameters(),
+            betas=options.betas,
+            weight_decay=options.weight_decay,
+            clip_norm=options.clip_norm,
+        )
+        self.sampler = Sampler(self.model, stop_ids=stop_token_ids(self.model, self.tokenizer))
+        self.held_out = make_examples(self.recipe, "test", 0, options.evaluation_tasks)
+
+    def train(self, observer: Observer | None = None) -> dict[str, float]:
+        """Run until the budget or the target is reached; returns the metrics of the last check."""
+        options = self.options
+        workers = default_workers(options.workers)
+        start, last, checks = 0.0, 0.0, 0
+        losses: list[torch.Tensor] = []
+        with closing(batches(self.recipe, workers=workers)) as stream:
+            for batch in stream:
+                now = time.monotonic()
+                start = start or now  # the clock starts when the first batch is there
+                share = self.share(now - start)
+                if share >= (checks + 1) / options.evaluations or share >= 1.0:
+                    checks += 1
+                    metrics = self._check(losses, now - start)
+                    losses.clear()
+                    reached = options.target_accuracy is not None and self.accuracy >= options.target_accuracy
+                    if observer:
+                        observer(share, metrics)
+                    if share >= 1.0 or reached:
+                        break
+                losses.append(self.update(batch, options.learning_rate(share, self.updates)))
+                if observer and now - last > 1.0:
+                    last = now
+                    observer(share, {"warmup/loss": losses[-1].item(), "warmup/tokens": float(self.tokens)})
+        return metrics
+
+    def share(self, seconds: float) -> float:
+        """Of the budget used so far."""
+        by_time = seconds / self.options.seconds if self.options.seconds else 0.0
+        by_tokens = self.tokens / self.options.tokens if self.options.tokens else 0.0
+        return max(by_time, by_tokens)
+
+    def update(self, batch: Examples, lr: float) -> torch.Tensor:
+        """One optimizer step on the mean negative log-prob of the solution tokens; returns it, on the device."""
+        total = torch.zeros((), device=self.model.device)
+        for pack in _packs(batch, self.model.device, self.options.microbatch_tokens):
+            with packed_hidden(self.model, pack) as hidden_TD:
+                logprobs_N, _ = token_logprobs(self.model, hidden_TD, pack)
+                loss = -logprobs_N.sum() / len(batch.targets_N)
+                loss.backward()
+            total += loss.detach()
+        self.optimizer.step(lr, self.optimizer.gradient_norm())
+        self.updates += 1
+        self.tokens += batch.tokens
+        return total
+
+    def check(self) -> dict[str, float]:
+        """Held-out accuracy by sampling: share of tasks whose last boxed answer is exactly right."""
+        longest = max(len(e.solution) for e in self.held_out)
+        limit = longest + longest // 2
+        requests = [Request(e.prompt, limit, seed=i) for i, e in enumerate(self.held_out)]
+        rollouts = self.sampler.generate(requests, Sampling(temperature=self.options.temperature), version=0)
+        right = []
+        for example, rollout in zip(self.held_out, rollouts, strict=True):
+            found = BOXED.findall(self.tokenizer.decode(rollout.ids.tolist(), skip_special_tokens=True))
+            right.append(bool(found) and found[-1].strip() == example.task.answer and rollout.finish == "stop")
+        self.accuracy = float(np.mean(right))
+        levels = np.array([e.task.difficulty for e in self.held_out])
+        by_level = {f"warmup/accuracy_{d}": float(np.mean(np.array(right)[levels == d])) for d in sorted(set(levels))}
+        return {
+            "warmup/accuracy": self.accuracy,
+            **by_level,
+            "warmup/length": float(np.mean([len(r.ids) for r in rollouts])),
+            "warmup/truncated": float(np.mean([r.finish == "length" for r in rollouts])),
+        }
+
+    def _check(self, losses: list[torch.Tensor], seconds: float) -> dict[str, float]:
+        loss = torch.stack(losses).mean().item() if losses else math.nan
+        if losses and not math.isfinite(loss):
+            raise TrainingError("the warm-up's loss is not finite; try a lower --options.lr")
+        metrics = {
+            "warmup/updates": float(self.updates),
+            "warmup/tokens": float(self.tokens),
+            "warmup/seconds": seconds,
+            "warmup/tokens_per_second": self.tokens / max(seconds, 1e-9),
+            "warmup/loss": loss,
+            **self.check(),
+        }
+        self.history.append(metrics)
+        if self.log is not None:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(metrics) + "\n")
+        return metrics
+
+    def save(self, path: Path) -> None:
+        """Write model and tokenizer in Hugging Face format, and what they were made of to warmup.json."""
+        exported = copy.deepcopy(self.model).to(torch.float32)
+        exported.load_state_dict(self._float32_weights())
+        exported.to(DTYPES[self.options.save_dtype]).save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
+        record = {
+            "task": asdict(self.recipe.spec),
+            "options": asdict(self.options),
+            "result": self.history[-1] if self.history else {},
+        }
+        (path / "warmup.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+    def _float32_weights(self) -> dict[str, torch.Tensor]:
+        """The optimizer's masters by name: a float32 file of a bfloat16 run loses nothing."""
+        masters = {id(p): m for p, m in zip(self.optimizer.parameters, self.optimizer.masters, strict=True)}
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {name: masters[id(p)].detach() for name, p in named}
+
+
+def prepare_warmup(
+    output: Path,
+    spec: TaskSpec,
+    options: WarmupOptions,
+    *,
+    shape: Shape | None = None,
+    model: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> Warmup:
+    """A warm-up of a new model of `shape`, or of the existing `model`, that logs to output/metrics.jsonl."""
+    if (output / "config.json").exists():
+        raise ConfigError(f"{output} already holds a model; choose another --output")
+    target = pick_device(device)
+    if model is not None:
+        loaded, tokenizer = load_model(check_model_path(model), device=str(target), dtype=dtype)
+    else:
+        from attnrl.data.task_tokenizer import task_tokenizer
+
+        tokenizer = task_tokenizer(spec)
+        loaded = new_model(shape or Shape(), tokenizer, seed=options.seed).to(target, pick_dtype(dtype, target))
+    output.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(output)
+    before, after = template_ends(tokenizer)
+    recipe = Recipe(
+        spec=spec,
+        tokenizer_file=str(output / "tokenizer.json"),
+        before=before,
+        after=after,
+        end=int(tokenizer.eos_token_id),
+        tokens=options.batch_tokens,
+        seed=options.seed,
+    )
+    return Warmup(loaded, tokenizer, recipe, options, log=output / "metrics.jsonl")
+
+
+def default_workers(workers: int | None) -> int:
+    """All cores but one, at most 14, unless a number is given."""
+    return min(14, max(1, (os.cpu_count() or 2) - 1)) if workers is None else workers
+
+
+def _packs(batch: Examples, device: torch.device, tokens: int | None) -> list[Pack]:
+    """The batch as packs of about `tokens` tokens, whole sequences each."""
+    starts = np.cumsum([0, *batch.lengths])
+    groups = (starts[:-1] // tokens if tokens else np.zeros(len(batch.lengths), np.int64)).astype(np.int64)
+    packs = []
+    for group in np.unique(groups):
+        members = np.flatnonzero(groups == group)
+        low, high = int(starts[members[0]]), int(starts[members[-1] + 1])
+        kept = (batch.source_N >= low) & (batch.source_N < high)
+        if not kept.any():
+            continue
+        lengths = tuple(int(batch.lengths[m]) for m in members)
+
+        def tensor(values: np.ndarray) -> torch.Tensor:
+            made = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+            return (made.pin_memory() if device.type == "cuda" else made).to(device, non_blocking=True)
+
+        nothing = torch.zeros(0, device=device)
+        packs.append(
+            Pack(
+                ids_T=tensor(batch.ids_T[low:high]),
+                positions_T=tensor(np.concatenate([np.arange(n) for n in lengths])),
+                lengths=lengths,
+                source_N=tensor(batch.source_N[kept] - low),
+                targets_N=tensor(batch.targets_N[kept]),
+                advantages_N=nothing,
+                behaviour_N=nothing,
+                rows=(),
+                counts=(int(kept.sum()),),
+            )
+        )
+    return packs
