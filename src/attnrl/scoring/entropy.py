@@ -34,7 +34,6 @@ def logits_head(model: torch.nn.Module) -> Any:
     return head_fn
 
 
-@torch.no_grad()
 def logprobs_and_entropy(
     model: torch.nn.Module,
     hidden_NW: torch.Tensor,
@@ -43,7 +42,10 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target token and entropy in nats of each next-token distribution, [N] each, in float32."""
+    """Log-prob of each target token and entropy in nats of each next-token distribution, [N] each, in float32.
+
+    Call it without gradients: the learner has its own form with a backward pass.
+    """
     head = logits_head(model)
     vocabulary = int(cast(Any, model).get_output_embeddings().weight.shape[0])
     rows = chunk or max(1, min(2048, CHUNK_ELEMENTS // vocabulary))

@@ -137,7 +137,6 @@ def split_steps(values: NDArray[Any], counts: Sequence[int]) -> list[NDArray[Any
     return np.split(values, np.cumsum(counts)[:-1], axis=-1)
 
 
-@torch.no_grad()
 def fci(
     model: torch.nn.Module,
     input_ids: Any,
@@ -150,10 +149,10 @@ def fci(
 ) -> Any:
     """The Forward Context Influence of reasoning steps under any Hugging Face decoder, from one forward pass.
 
-    `input_ids` is one sequence of token ids (prompt and response), or a list of sequences of any lengths; they are packed,
-    not padded. `step_spans` gives the (start, stop) token range of each step, in order; tokens outside every span (the
-    prompt) are context without a score. Returned for each sequence: float32 [steps], or with `reduce="none"`
-    [layers, heads, steps]. The last `delta` steps score 0: no step follows at that distance.
+    `input_ids` is one sequence of token ids (prompt and response), or a list of sequences of any lengths; they are
+    packed, not padded. `step_spans` gives the (start, stop) token range of each step, in order; tokens outside every
+    span (the prompt) are context without a score. Returned for each sequence: float32 [steps], or with
+    `reduce="none"` [layers, heads, steps]. The last `delta` steps score 0: no step follows at that distance.
 
     Paper: Eq. 4-6.
 
@@ -178,11 +177,9 @@ def fci(
     plan = make_plan(lengths, spans, delta=delta, key_reduce=key_reduce)
     device = next(model.parameters()).device
     sums = make_sums(plan, device, keep_heads=reduce == "none", kind=kind)
-    run_body(model, rows, sums)
-    if reduce == "max":
-        values = sums.best_S.float().cpu().numpy()
-    else:
-        values = torch.stack(sums.heads_LHS).float().cpu().numpy()
+    with torch.no_grad():
+        run_body(model, rows, sums)
+        values = (sums.best_S if reduce == "max" else torch.stack(sums.heads_LHS)).float().cpu().numpy()
     parts = split_steps(values, plan.counts)
     return parts[0] if single else parts
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 import triton
 
+from attnrl.errors import DataError
 from attnrl.scoring.fci_triton import LOG2E, Tile, _column_sums, _row_lse, _step_max
-from attnrl.scoring.plan import Plan, key_blocks, query_blocks
+from attnrl.scoring.plan import ALIGN, Plan, key_blocks, query_blocks
 
 # Measured on one H200 by benchmarks/fci.py --tune; other devices and shapes are measured at first use.
 SHIPPED: dict[str, Tile] = {}
@@ -66,7 +68,9 @@ class LayerSums:
         self._step_S = torch.from_numpy(bounds).to(device)
         self._divisor_S = torch.from_numpy(plan.divisor_S).to(device)
         self._tables: dict[tuple[int, int | None], torch.Tensor] = {}
-        self._sums_HT = torch.empty(0, total, device=device)
+        # Rows start at multiples of 16 values, so that the kernel may read them in wide loads whatever the length.
+        self._pitch = -(-total // ALIGN) * ALIGN
+        self._sums_HP = self._bias_HP = torch.empty(0, self._pitch, device=device)
 
     def table(self, size: int, window: int | None) -> torch.Tensor:
         if (size, window) not in self._tables:
@@ -88,10 +92,11 @@ class LayerSums:
         q_THD, k_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_TKD))
         if lse_HT is None:
             lse_HT = row_lse(q_THD, k_TKD, self.plan.lengths, scale=scale, window=window, softcap=softcap)
-        shape = dict(scale=scale, window=window, softcap=softcap)
-        tile = self.tile or self._choose(q_THD, k_TKD, lse_HT, shape)
-        sums_HT = self.column_sums(q_THD, k_TKD, lse_HT, tile=tile, **shape)  # type: ignore[arg-type]
-        self._reduce(sums_HT)
+        shape: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            tile = self.tile or self._choose(q_THD, k_TKD, lse_HT, shape)
+            self.column_sums(q_THD, k_TKD, lse_HT, tile=tile, **shape)
+            self._reduce(q_THD.shape[1])
 
     def column_sums(
         self,
@@ -106,12 +111,15 @@ class LayerSums:
     ) -> torch.Tensor:
         """sum over q of w_q * P[q, t] for each head and key, [H, T]; keys that score nothing are left undefined."""
         total, heads, head = q_THD.shape
-        if self._sums_HT.shape[0] != heads:
-            self._sums_HT = torch.empty(heads, total, device=self.device)
-        bias_HT = torch.add(self._logw_T, lse_HT, alpha=-LOG2E)
+        if total * max(q_THD.stride(0), k_TKD.stride(0)) >= 2**31:
+            raise DataError(f"a pack of {total} tokens is beyond 32-bit addresses; lower token_budget")
+        if self._sums_HP.shape[0] != heads:
+            self._sums_HP = torch.empty(heads, self._pitch, device=self.device)
+            self._bias_HP = torch.empty_like(self._sums_HP)
+        torch.add(self._logw_T, lse_HT, alpha=-LOG2E, out=self._bias_HP[:, :total])
         table = self.table(tile.keys, window)
         if not len(table):
-            return self._sums_HT
+            return self._sums_HP[:, :total]
         tma = tile.tma and head == max(16, triton.next_power_of_2(head)) and _tma_ready(q_THD)
         query: Any = _descriptor(q_THD, tile.queries) if tma else q_THD
         options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -120,14 +128,14 @@ class LayerSums:
         _column_sums[(heads, len(table))](
             query,
             k_TKD,
-            bias_HT,
+            self._bias_HP,
             self._qmin_T,
             table,
-            self._sums_HT,
+            self._sums_HP,
             scale * LOG2E,
             softcap or 1.0,
             window or 0,
-            total,
+            self._pitch,
             q_THD.stride(0),
             q_THD.stride(1),
             k_TKD.stride(0),
@@ -145,19 +153,18 @@ class LayerSums:
             UPCAST=interpreting(),  # the interpreter multiplies the bits of bfloat16
             **options,
         )
-        return self._sums_HT
+        return self._sums_HP[:, :total]
 
-    def _reduce(self, sums_HT: torch.Tensor) -> None:
-        heads, total = sums_HT.shape
+    def _reduce(self, heads: int) -> None:
         steps = len(self.plan.step_S)
         heads_HS = torch.empty(heads if self.keep_heads else 1, steps, device=self.device)
         _step_max[(steps,)](
-            sums_HT,
+            self._sums_HP,
             self._step_S,
             self._divisor_S,
             self.best_S,
             heads_HS,
-            total,
+            self._pitch,
             steps,
             H=heads,
             BH=triton.next_power_of_2(heads),
@@ -198,11 +205,8 @@ class LayerSums:
 
 def _tma_ready(q_THD: torch.Tensor) -> bool:
     """Rows of all heads lie side by side and 16-byte aligned, as the tensor memory accelerator wants them."""
-    return (
-        q_THD.stride(1) == q_THD.shape[2]
-        and (q_THD.stride(0) * q_THD.element_size()) % 16 == 0
-        and q_THD.data_ptr() % 16 == 0
-    )
+    side_by_side = q_THD.stride(1) == q_THD.shape[2]
+    return bool(side_by_side and q_THD.stride(0) * q_THD.element_size() % 16 == 0 and q_THD.data_ptr() % 16 == 0)
 
 
 def _descriptor(q_THD: torch.Tensor, rows: int) -> Any:

@@ -7,6 +7,9 @@ one product, one fused multiply-add, one exponential and one addition per pair. 
 the sum over queries runs along the registers of a thread and costs no exchange between warps.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# The kernels' parameters are Triton values, which have no Python types.
+
 from __future__ import annotations
 
 import math
@@ -177,7 +180,26 @@ def _column_sums(
     for turn in tl.range(0, head_turns + tail_turns):
         m = tl.multiple_of(tl.where(turn < head_turns, q_lo + turn * BM, m_tail + (turn - head_turns) * BM), 16)
         p = _probabilities(
-            k, Q, BIAS, m, q_stop, h, scale2, softcap, sqt, sqh, T, D, BD, BM, True, SOFTCAP, TMA, POLY, PRECISION, UPCAST
+            k,
+            Q,
+            BIAS,
+            m,
+            q_stop,
+            h,
+            scale2,
+            softcap,
+            sqt,
+            sqh,
+            T,
+            D,
+            BD,
+            BM,
+            True,
+            SOFTCAP,
+            TMA,
+            POLY,
+            PRECISION,
+            UPCAST,
         )
         offs_m = m + tl.arange(0, BM)
         seen = offs_m[None, :] >= qmin[:, None]
@@ -186,7 +208,26 @@ def _column_sums(
         acc += tl.sum(tl.where(seen, p, 0.0), 1)
     for m in tl.range(m_full, m_tail, BM):
         p = _probabilities(
-            k, Q, BIAS, m, q_stop, h, scale2, softcap, sqt, sqh, T, D, BD, BM, False, SOFTCAP, TMA, POLY, PRECISION, UPCAST
+            k,
+            Q,
+            BIAS,
+            m,
+            q_stop,
+            h,
+            scale2,
+            softcap,
+            sqt,
+            sqh,
+            T,
+            D,
+            BD,
+            BM,
+            False,
+            SOFTCAP,
+            TMA,
+            POLY,
+            PRECISION,
+            UPCAST,
         )
         acc += tl.sum(p, 1)
     tl.store(OUT + h * T + offs_n, acc, mask=live_n)

@@ -101,8 +101,8 @@ def key_blocks(plan: Plan, size: int, window: int | None = None) -> NDArray[np.i
     Columns: key start, key stop, a query (a multiple of 16) before which no key counts, the first query that counts for
     every key, the first that the window hides from some key (or the end), the first that counts for none any more.
 
-    >>> key_blocks(make_plan([20], [[(1, 3), (3, 18), (18, 20)]], delta=1), 4).tolist()
-    [[1, 5, 0, 18, 20, 20], [5, 9, 16, 18, 20, 20], [9, 13, 16, 18, 20, 20], [13, 17, 16, 18, 20, 20], [17, 18, 16, 18, 20, 20]]
+    >>> key_blocks(make_plan([20], [[(1, 3), (3, 18), (18, 20)]], delta=1), 8).tolist()
+    [[1, 9, 0, 18, 20, 20], [9, 17, 16, 18, 20, 20], [17, 18, 16, 18, 20, 20]]
     """
     rows = []
     for _, end, first, last in plan.sequences:

@@ -82,7 +82,7 @@ class _Clock:
     def seconds(self) -> float:
         """The sum of the measured spans; on a GPU, call it after the results have been read."""
         if self.cuda:
-            return sum(a.elapsed_time(b) for a, b in self.spans) / 1000.0
+            return float(sum(a.elapsed_time(b) for a, b in self.spans)) / 1000.0
         return float(sum(b - a for a, b in self.spans))
 
 
@@ -105,7 +105,6 @@ def bins_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
-@torch.no_grad()
 def score(
     model: torch.nn.Module,
     requests: Sequence[ScoreRequest],
@@ -117,12 +116,14 @@ def score(
     chunk: int | None = None,
     fci: bool = True,
     progress: bool = False,
+    side_stream: bool = False,
     report: ScoreReport | None = None,
 ) -> list[Scores]:
     """Log-probs and entropy of the response tokens and FCI of their steps, in request order.
 
     One forward of the model's body per pack of about `token_budget` tokens; the head runs on `chunk` positions at a
-    time. Each response is scored as if alone. With `fci=False` every step scores 0 and nothing is captured.
+    time. Each response is scored as if alone. With `fci=False` every step scores 0 and nothing is captured. With
+    `side_stream=True` a GPU runs FCI beside the rest of each layer.
     Paper: Eq. 4-6.
     """
     for index, request in enumerate(requests):
@@ -134,11 +135,11 @@ def score(
     training = model.training
     model.eval()
     try:
-        with Progress(disable=not progress, transient=True) as bar:
+        with torch.no_grad(), Progress(disable=not progress, transient=True) as bar:
             task = bar.add_task("scoring", total=sum(lengths))
             for members in bins_by_budget(lengths, token_budget):
                 pack = [requests[i] for i in members]
-                scored = _score_pack(model, pack, delta, key_reduce, temperature, chunk, fci, report)
+                scored = _score_pack(model, pack, delta, key_reduce, temperature, chunk, fci, side_stream, report)
                 for index, scores in zip(members, scored, strict=True):
                     results[index] = scores
                 bar.advance(task, sum(lengths[i] for i in members))
@@ -155,6 +156,7 @@ def _score_pack(
     temperature: float,
     chunk: int | None,
     fci: bool,
+    side_stream: bool,
     report: ScoreReport,
 ) -> list[Scores]:
     device = next(model.parameters()).device
@@ -171,7 +173,8 @@ def _score_pack(
         ids = torch.from_numpy(ids_T).to(device)
         at = torch.from_numpy(at_N).to(device)
         sums = make_sums(plan, device) if fci else None
-        with packed_attention(model, lengths, collector=_timed(sums, part)) as state:
+        stream = torch.cuda.Stream(device) if side_stream and device.type == "cuda" else None
+        with packed_attention(model, lengths, collector=_timed(sums, part, stream)) as state:
             hidden_TW = (
                 body_of(model)(
                     input_ids=ids[None],
@@ -183,6 +186,8 @@ def _score_pack(
         logprobs, entropy = logprobs_and_entropy(
             model, hidden_TW[at - 1], ids[at], temperature=temperature, chunk=chunk
         )
+        if stream is not None:
+            torch.cuda.current_stream(device).wait_stream(stream)
     best_S = sums.best_S.float().cpu().numpy() if sums is not None else np.zeros(len(plan.step_S), np.float32)
     logprobs_N, entropy_N = logprobs.cpu().numpy(), entropy.cpu().numpy()
     report.seconds += whole.seconds()
@@ -203,17 +208,23 @@ def _score_pack(
     ]
 
 
-def _timed(sums: Sums | None, clock: _Clock) -> Callable[..., None] | None:
-    """The collector with its time taken."""
+def _timed(sums: Sums | None, clock: _Clock, stream: torch.cuda.Stream | None) -> Callable[..., None] | None:
+    """The collector with its time taken, on a stream of its own if one is given."""
     if sums is None:
         return None
     collect = sums
 
-    def collector(
-        q_THD: torch.Tensor, k_TKD: torch.Tensor, lse_HT: torch.Tensor | None, **shape: Any
-    ) -> None:
-        with clock.measure():
+    def collector(q_THD: torch.Tensor, k_TKD: torch.Tensor, lse_HT: torch.Tensor | None, **shape: Any) -> None:
+        if stream is None:
+            with clock.measure():
+                collect(q_THD, k_TKD, lse_HT, **shape)
+            return
+        stream.wait_stream(torch.cuda.current_stream(q_THD.device))
+        with torch.cuda.stream(stream), clock.measure():
             collect(q_THD, k_TKD, lse_HT, **shape)
+            for tensor in (q_THD, k_TKD, lse_HT):
+                if tensor is not None:
+                    tensor.record_stream(stream)  # the forward frees them before this stream has read them
 
     return collector
 
