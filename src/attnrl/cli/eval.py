@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 class EvalFlags:
     """Evaluate a model, grade stored responses, or compare two evaluations.
 
-    attnrl eval --model M --benchmarks aime24,math500 --output DIR    draw, grade and report; run it again to continue
-    attnrl eval --responses FILE.jsonl --k 1 8                        grade stored responses, no model needed
-    attnrl eval --compare DIR_A DIR_B                                 paired difference with its interval
+    attnrl eval --model M --benchmarks aime24,math500 --output DIR: draw, grade, report. Run it again to continue.
+
+    attnrl eval --responses FILE.jsonl --k 1 8: grade stored responses, no model needed.
+
+    attnrl eval --compare DIR_A DIR_B: paired difference with its interval.
 
     The output directory gets responses.jsonl (as they come), problems.parquet, results.json and results.md.
     """
@@ -37,7 +39,7 @@ class EvalFlags:
     model: str | None = None
     """Hugging Face model: a directory or a hub name."""
     responses: Path | None = None
-    """File of stored responses (jsonl, json, parquet) with response and gold, or benchmark and row; see docs/evaluation.md."""
+    """File of stored responses (jsonl, json, parquet) with response and gold, or benchmark and row."""
     compare: tuple[Path, Path] | None = None
     """Two output directories A and B; prints B - A per benchmark, paired by problem."""
     benchmarks: str = ",".join(SIX)

@@ -92,11 +92,13 @@ def make_task(spec: TaskSpec, split: Split, index: int, seed: int = 0) -> Task:
         raise ConfigError(f"index = {index}: must be at least 0")
     digest = hashlib.sha256(repr((astuple(spec), seed, split, index)).encode()).digest()
     rng = random.Random(int.from_bytes(digest, "big"))
-    while True:
+    for _ in range(100 * TEST_BUCKETS):
         graph = draw_graph(spec, rng)
         key = graph.key(spec.modulus)
         if (int(key, 16) % TEST_BUCKETS == 0) == (split == "test"):
             break
+    else:
+        raise ConfigError(f"these task settings have hardly any {split} problems; widen a range or allow more names")
     operations = sum(q.kind is not None for q in graph.trace)
     return Task(
         problem=write_problem(spec, graph, rng),

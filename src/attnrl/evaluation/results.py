@@ -97,8 +97,8 @@ class Report:
         fewest, most = min(map(len, problems)), max(self.ks)
         if most > fewest:
             raise ConfigError(
-                f"pass@{most} cannot be estimated: benchmark {problems[0][0].benchmark} has a problem with only {fewest} "
-                f"sample{'s' * (fewest != 1)}; draw at least {most} samples or ask for a smaller k"
+                f"pass@{most} cannot be estimated: benchmark {problems[0][0].benchmark} has a problem with only "
+                f"{fewest} sample{'s' * (fewest != 1)}; draw at least {most} samples or ask for a smaller k"
             )
         table = summarize(
             [[r.reward for r in rows] for rows in problems],
