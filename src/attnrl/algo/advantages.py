@@ -77,12 +77,14 @@ def tree(forest: Forest, rng: np.random.Generator, *, train_unbranched: bool = T
     (`train_unbranched = False`).
     """
     root = float(leaf_rewards(forest).mean())
-    return _paths(forest, lambda node, r: node_advantage(node.value, node.parent, root, node.leaves), train_unbranched)
+    return node_samples(
+        forest, lambda node, r: node_advantage(node.value, node.parent, root, node.leaves), train_unbranched
+    )
 
 
 def edge(forest: Forest, rng: np.random.Generator) -> list[Sample]:
     """Samples with V(child) - V(parent) on each edge of the tree (SPO tree)."""
-    return _paths(forest, lambda node, r: _exact(node.value - node.parent))
+    return node_samples(forest, lambda node, r: _exact(node.value - node.parent))
 
 
 def treerl(forest: Forest, rng: np.random.Generator, *, train_leaves: int | None = 16) -> list[Sample]:
@@ -97,7 +99,7 @@ def treerl(forest: Forest, rng: np.random.Generator, *, train_leaves: int | None
         root = (total - reward) / others if others else reward
         return node_advantage(node.value, node.parent, root, node.leaves)
 
-    samples = _paths(forest, advantage)
+    samples = node_samples(forest, advantage)
     if train_leaves is not None and len(samples) > train_leaves:
         samples = [samples[i] for i in sorted(rng.permutation(len(samples))[:train_leaves])]
     if all(reward == rewards[0] for reward in rewards):
@@ -116,7 +118,7 @@ def grpo(forest: Forest, rng: np.random.Generator, *, ddof: int = 1) -> list[Sam
     rewards = np.array([t.trunk.reward for t in forest.trees])
     advantages = _standardize(rewards, ddof)
     return [
-        _sample(forest, t.trunk.rollout.ids, t.trunk.rollout.logprobs, _constant_on(len(t.trunk.rollout.ids), a))
+        _sample(forest, t.trunk.rollout.ids, t.trunk.rollout.logprobs, _constant(len(t.trunk.rollout.ids), a))
         for t, a in zip(forest.trees, advantages, strict=True)
     ]
 
@@ -134,14 +136,14 @@ def treepo(forest: Forest, rng: np.random.Generator) -> list[Sample]:
             inner = len(cut.values) - 1 if branch is None else cut.index[branch.point]
             reward = t.trunk.reward if branch is None else branch.reward
             raw.append(float(np.mean(reward - np.array([root, *cut.values[:inner]]))))
-    return _constant(forest, _whiten(np.array(raw)))
+    return leaf_samples(forest, _whiten(np.array(raw)))
 
 
 def tree_grpo(forest: Forest, rng: np.random.Generator, *, ddof: int = 1) -> list[Sample]:
     """Per leaf: group-relative advantage within its tree plus the one across all trees (Tree-GRPO)."""
     across = _standardize(leaf_rewards(forest), ddof)
     within = np.concatenate([_standardize(leaf_rewards(Forest(forest.prompt, (t,))), ddof) for t in forest.trees])
-    return _constant(forest, across + within)
+    return leaf_samples(forest, across + within)
 
 
 def chain(forest: Forest, rng: np.random.Generator, *, only_below: float | None = None) -> list[Sample]:
@@ -186,7 +188,9 @@ class Node:
     leaves: Values
 
 
-def _paths(forest: Forest, advantage: Callable[[Node, float], Values], train_unbranched: bool = True) -> list[Sample]:
+def node_samples(
+    forest: Forest, advantage: Callable[[Node, float], Values], train_unbranched: bool = True
+) -> list[Sample]:
     """One sample per leaf; each token carries the advantage of the node it lies in."""
     root = float(leaf_rewards(forest).mean())
     samples = []
@@ -213,15 +217,15 @@ def _leaves(forest: Forest) -> list[tuple[Tree, Branch | None]]:
     return [(t, b) for t in forest.trees for b in (None, *t.branches)]
 
 
-def _constant(forest: Forest, advantages: Values) -> list[Sample]:
+def leaf_samples(forest: Forest, advantages: Values) -> list[Sample]:
     """One sample per leaf, the same advantage on all of its tokens."""
     samples = []
     for (t, branch), a in zip(_leaves(forest), advantages, strict=True):
         if branch is None:
             rollout = t.trunk.rollout
-            samples.append(_sample(forest, rollout.ids, rollout.logprobs, _constant_on(len(rollout.ids), a)))
+            samples.append(_sample(forest, rollout.ids, rollout.logprobs, _constant(len(rollout.ids), a)))
         else:
-            samples.append(_branch_sample(forest, t, branch, _constant_on(branch.point + len(branch.rollout.ids), a)))
+            samples.append(_branch_sample(forest, t, branch, _constant(branch.point + len(branch.rollout.ids), a)))
     return samples
 
 
@@ -247,7 +251,7 @@ def _spread(per_node: Values, lengths: NDArray[np.int64]) -> Floats:
     return np.repeat(as_floats(per_node), lengths)
 
 
-def _constant_on(tokens: int, value: float) -> Floats:
+def _constant(tokens: int, value: float) -> Floats:
     return np.full(tokens, value, dtype=np.float32)
 
 
