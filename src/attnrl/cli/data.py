@@ -29,7 +29,7 @@ class Options:
     files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE...")]
     """Files or data sets to report on."""
     against: tuple[str, ...] = ()
-    """Benchmarks (aime24, aime25, amc23, math500, minerva, olympiad, gsm8k, or all) or files that rows must not repeat."""
+    """Benchmarks (aime24, aime25, amc23, math500, minerva, olympiad, gsm8k; or all) or files that no row may repeat."""
     split: str = "train"
     """Split to take of a directory or hub data set."""
     clean: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None

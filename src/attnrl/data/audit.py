@@ -46,7 +46,7 @@ _MARKUP = re.compile(
     | \\""",
     re.VERBOSE,
 )
-_BRACED = re.compile(r"\{\s*([a-zA-Z]*|\d)\s*\}")  # not {12}{3}: without braces it would read as {1}{23}
+_BRACED = re.compile(r"\{([a-z]*|\d)\}")  # not {12}{3}: without braces it would read as {1}{23}
 _PUNCTUATION = re.compile(r"[\s,;:?!]|\.(?!\d)")
 _WORD = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|[+\-=<>*/^|%()]")
 _DRAWING = re.compile(r"\[asy\].*?(?:\[/asy\]|\Z)", re.DOTALL)
@@ -64,8 +64,7 @@ def _plain(text: str) -> str:
     text = text.translate(_CHARACTERS)
     for pattern, spelling in _SPELLINGS if "\\" in text or "..." in text else ():
         text = pattern.sub(spelling, text)
-    text = _MARKUP.sub(" ", text)
-    return _BRACED.sub(r"\1", text).lower()
+    return _MARKUP.sub(" ", text).lower()
 
 
 def problem_key(text: str) -> str:
@@ -76,7 +75,7 @@ def problem_key(text: str) -> str:
     >>> problem_key(r"\frac{12}{3}") == problem_key(r"\frac{1}{23}") or problem_key("2.5") == problem_key("25")
     False
     """
-    return _PUNCTUATION.sub("", _plain(text))
+    return _BRACED.sub(r"\1", _PUNCTUATION.sub("", _plain(text)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +102,9 @@ class Duplicate:
     def disagree(self, same: Same | None = None) -> bool:
         """Some record shares no answer with the first one: neither by key nor, where it is given, by `same`."""
         first = self.records[0].answers
-        keys = {_loose_key(answer) for answer in first}
+        keys = {problem_key(answer) for answer in first}
         for record in self.records[1:]:
-            if not keys.isdisjoint(_loose_key(answer) for answer in record.answers):
+            if not keys.isdisjoint(problem_key(answer) for answer in record.answers):
                 continue
             if same is None or not any(same(a, b) for a in record.answers for b in first):
                 return len(first) > 0 or len(record.answers) > 0

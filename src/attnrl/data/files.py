@@ -88,27 +88,27 @@ def pick_split(names: list[str], split: str, config: str | None) -> list[str]:
 
 def _download(source: str, repo: str, config: str | None, split: str) -> list[tuple[str, Path]]:
     # imported here: huggingface_hub takes half a second and local files do not need it
-    import httpx
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        listed = HfApi().list_repo_files(repo, repo_type="dataset")
+        if constants.HF_HUB_OFFLINE:  # what earlier runs downloaded
+            folder = Path(snapshot_download(repo, repo_type="dataset", local_files_only=True))
+            listed = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        else:
+            listed = HfApi().list_repo_files(repo, repo_type="dataset")
         chosen = pick_split(listed, split, config)
-        if not chosen:
-            data = [n for n in listed if n.endswith(SUFFIXES)]
-            raise MissingFileError(
-                f"{source}: the hub data set {repo} has no file for split {split!r}; it has: {_some(data)}"
-            )
-        return [(f"{repo}/{n}", Path(hf_hub_download(repo, n, repo_type="dataset"))) for n in chosen]
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
-        if isinstance(error, MissingFileError):
-            raise
+        if chosen:
+            return [(f"{repo}/{n}", Path(hf_hub_download(repo, n, repo_type="dataset"))) for n in chosen]
+    # its base is the error class of the HTTP library, which differs between versions of the hub client
+    except (OSError, HFValidationError, *HfHubHTTPError.__bases__) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MissingFileError(
             f"{source}: no such file here, and as the hub data set {repo!r} it could not be fetched ({reason}); "
             f"check the path or the name, or download the data set and name its file"
         ) from error
+    data = [name for name in listed if name.endswith(SUFFIXES)]
+    raise MissingFileError(f"{source}: the hub data set {repo} has no file for split {split!r}; it has: {_some(data)}")
 
 
 def _read(label: str, path: Path) -> Iterator[Row]:

@@ -1,0 +1,58 @@
+"""attnrl data: the report, its JSON, the cleaned file, and mistakes."""
+
+import json
+
+import pytest
+
+from attnrl.cli.data import main
+from attnrl.data.records import load_records
+from attnrl.errors import ConfigError
+
+
+@pytest.fixture
+def files(tmp_path):
+    rows = [
+        ("1+1?", "2"),
+        ("$1 + 1$?", "3"),
+        ("2+2?", "4"),
+        ("2 + 2?", "4"),
+        ("3+3?", ""),
+        (r"is $\boxed{7}$", "7"),
+        ("9?", "9"),
+    ]
+    train = tmp_path / "train.jsonl"
+    train.write_text("".join(json.dumps({"problem": p, "answer": a}) + "\n" for p, a in rows))
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"problem": "$9$?", "answer": "9"}) + "\n")
+    return train, held_out, tmp_path
+
+
+def test_report_and_clean_file(files, capsys):
+    train, held_out, folder = files
+    assert (
+        main([str(train), "--against", str(held_out), "--json", f"{folder}/r.json", "--clean", f"{folder}/c.jsonl"])
+        == 0
+    )
+    shown = capsys.readouterr().out
+    for line in (
+        "7 rows, layout problem/answer",
+        "empty answer: 1 rows left out: 4",
+        "duplicates: 2 further copies in 2 groups: 0=1, 2=3",
+        "conflicting answers: 1 of these groups as written, 1 beyond spelling: 0=1",
+        "answer shown in the problem: 1 rows: 5",
+        "benchmark problems, repeat (the same problem): 1 rows: 6 (held_out.jsonl:0)",
+        "1 of 6 rows kept; left out: 1 benchmark problems, 1 leaked answers, 2 in conflicting groups, 1 further copies",
+    ):
+        assert line in shown
+    report = json.loads((folder / "r.json").read_text())
+    assert report[0]["skipped"] == {"empty answer": [4]}
+    assert report[0]["contamination"] == [
+        {"row": 6, "benchmark": "held_out.jsonl:0", "kind": "repeat", "share": 1.0, "same_answer": True}
+    ]
+    kept = load_records(folder / "c.jsonl")
+    assert [(r.problem, r.answers) for r in kept] == [("2+2?", ("4",))]
+
+
+def test_no_file_is_a_mistake():
+    with pytest.raises(ConfigError, match="name at least one file"):
+        main([])

@@ -1,0 +1,116 @@
+"""Templates, chat templates, token ids and the length filter, with real tokenizers."""
+
+import os
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from attnrl.data.prompts import TEMPLATE, render_prompts
+from attnrl.data.records import Record, load_records
+from attnrl.errors import ConfigError, DataError
+from attnrl.types import content_hash
+
+WORDS = ["<unk>", "<s>", "</s>", "user:", "bot:", "sys:", "be", "brief", "one", "two", "three", "{x}", "box", "{}"]
+
+
+def words_tokenizer(chat_template: str | None = None, special: str = "<s> $A") -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words that adds BOS by itself, as Llama's does."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(single=special, special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %} {{ {'user': 'user:', 'system': 'sys:'}[m.role] }} {{ m.content }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %} bot:{% endif %}"
+)
+
+
+def record(problem: str, row: int = 0) -> Record:
+    return Record(problem, ("2",), "f", f"f:{row}")
+
+
+def words(prompt) -> list[str]:
+    return [WORDS[i] for i in prompt.ids]
+
+
+def test_bare_text_keeps_the_tokenizer_s_bos():
+    prompts, dropped = render_prompts(
+        [record("one {x} two")], words_tokenizer(), template="{problem} box {}", max_prompt_tokens=9
+    )
+    assert words(prompts[0]) == ["<s>", "one", "{x}", "two", "box", "{}"]
+    assert prompts[0].uid == content_hash("one {x} two")
+    assert (prompts[0].answers, prompts[0].problem, prompts[0].source) == (("2",), "one {x} two", "f")
+    assert len(dropped) == 0
+    assert dropped.report() == ""
+
+
+def test_a_bare_prompt_does_not_end_in_eos():
+    tokenizer = words_tokenizer(special="<s> $A </s>")
+    prompts, _ = render_prompts([record("one")], tokenizer, template="{problem}", max_prompt_tokens=9)
+    assert words(prompts[0]) == ["<s>", "one"]
+
+
+def test_chat_template_has_one_bos_and_opens_the_response():
+    tokenizer = words_tokenizer(CHAT)
+    prompts, _ = render_prompts([record("one")], tokenizer, template="{problem} two", max_prompt_tokens=9)
+    assert words(prompts[0]) == ["<s>", "user:", "one", "two", "bot:"]
+    bare, _ = render_prompts([record("one")], tokenizer, template="{problem} two", max_prompt_tokens=9, chat=False)
+    assert words(bare[0]) == ["<s>", "one", "two"]
+    system, _ = render_prompts([record("one")], tokenizer, template="{problem}", max_prompt_tokens=9, system="be brief")
+    assert words(system[0]) == ["<s>", "sys:", "be", "brief", "user:", "one", "bot:"]
+
+
+def test_overlong_and_repeated_prompts_are_counted_with_their_rows():
+    rows = [record("one", 0), record("one two three", 1), record("one", 2), record("two", 3)]
+    prompts, dropped = render_prompts(rows, words_tokenizer(), template="{problem}", max_prompt_tokens=3)
+    assert [p.problem for p in prompts] == ["one", "two"]
+    assert (dropped.overlong, dropped.repeated) == (("f:1",), ("f:2",))
+    assert dropped.report() == "1 prompt over the length limit, 1 prompt repeating an earlier one"
+    kept, _ = render_prompts(rows, words_tokenizer(), template="{problem}", max_prompt_tokens=4, unique=False)
+    assert [p.problem for p in kept] == ["one", "one two three", "one", "two"]
+
+
+def test_mistakes():
+    one = [record("one")]
+    with pytest.raises(ConfigError, match=r"template: 'solve it' has no \{problem\}"):
+        render_prompts(one, words_tokenizer(), template="solve it", max_prompt_tokens=3)
+    with pytest.raises(ConfigError, match="no chat template"):
+        render_prompts(one, words_tokenizer(), max_prompt_tokens=3, chat=True)
+    with pytest.raises(ConfigError, match="system"):
+        render_prompts(one, words_tokenizer(), max_prompt_tokens=3, system="be brief")
+    with pytest.raises(DataError, match=r"none of 1 prompts has at most 1 tokens, the shortest has 2"):
+        render_prompts(one, words_tokenizer(), template="{problem}", max_prompt_tokens=1)
+
+
+def test_real_tokenizer_and_data():
+    if "ATTNRL_DATA" not in os.environ:
+        pytest.skip("ATTNRL_DATA is not set: the real tokenizer is not here")
+    root = Path(os.environ["ATTNRL_DATA"])
+    tokenizer = AutoTokenizer.from_pretrained(root / "tokenizers/ds_r1_distill_qwen")
+    rows = list(load_records(root / "train/deepscaler_train.parquet", limit=2000))
+    prompts, dropped = render_prompts(rows, tokenizer, max_prompt_tokens=256)
+    assert len(prompts) + len(dropped) == 2000
+    assert len(dropped.overlong) > 0
+    assert len({p.uid for p in prompts}) == len(prompts)
+    assert max(len(p.ids) for p in prompts) <= 256
+    bos = tokenizer.bos_token_id
+    by_problem = {r.problem for r in rows}
+    for prompt in prompts:
+        assert prompt.ids[0] == bos
+        assert bos not in prompt.ids[1:]
+        assert prompt.problem in by_problem
+    text = tokenizer.decode(prompts[0].ids)
+    assert text.count("Let's think step by step") == 1
+    assert (
+        text
+        == f"{tokenizer.bos_token}<｜User｜>{TEMPLATE.replace('{problem}', rows[0].problem)}<｜Assistant｜><think>\n"
+    )
