@@ -29,11 +29,11 @@ from attnrl.types import (
     as_ids,
 )
 
-WORDS = "so the box holds three red coins and twice as many green ones that makes nine in all we check it again".split()
+WORDS = ("so", "the", "box", "holds", "three", "red", "coins", "and", "twice", "as", "many", "makes", "nine", "in all")
 
 
 def decode(ids: Ids) -> str:
-    """Twenty-odd words; token 0 is a blank line."""
+    """A few words; token 0 is a blank line."""
     return "".join("\n\n" if i == 0 else f" {WORDS[i % len(WORDS)]}" for i in ids.tolist())
 
 

@@ -13,7 +13,7 @@ function put(node, props, kids) {
     else if (name === "css") for (const [key, to] of Object.entries(value)) node.style.setProperty(key, to);
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...kids.flat().filter((kid) => kid !== null && kid !== undefined && kid !== false));
+  node.append(...kids.flat(Infinity).filter((kid) => kid !== null && kid !== undefined && kid !== false));
   return node;
 }
 const el = (tag, props, ...kids) => put(document.createElement(tag), props, kids);
@@ -41,6 +41,7 @@ function duration(seconds) {
 function percent(value, places = 1) {
   return `${(100 * value).toFixed(places).replace("-", "−")} %`;
 }
+const between = ([low, high]) => `${(100 * low).toFixed(1)} to ${percent(high)}`;
 function show(value, unit) {
   if (value === null || value === undefined) return "–";
   if (unit === "share") return percent(value);
@@ -113,14 +114,14 @@ addEventListener("scroll", hideTip, { passive: true });
 addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
 
 /** Axes, grid and scales of a plot; returns null where the element has no size yet. */
-function frame(root, xs, ys, xUnit, yUnit) {
+function frame(root, xs, ys, xUnit, yUnit, xTitle) {
   const width = root.clientWidth, height = root.clientHeight;
   if (!width || !height) return null;
   root.setAttribute("viewBox", `0 0 ${width} ${height}`);
   root.replaceChildren();
   const y = ticks(ys[0], ys[1], Math.max(2, Math.round(height / 48)), yUnit);
   const labels = y.at.map((v) => tickLabel(v, y.step, yUnit));
-  const box = { left: 12 + 6.4 * Math.max(1, ...labels.map((l) => l.length)), right: width - 12, top: 8, bottom: height - 22 };
+  const box = { left: 12 + 6.4 * Math.max(1, ...labels.map((l) => l.length)), right: width - 12, top: 8, bottom: height - 36 };
   const span = xs[1] - xs[0] || 1;
   const sx = (v) => box.left + ((v - xs[0]) / span) * (box.right - box.left);
   const sy = (v) => box.bottom - ((v - ys[0]) / (ys[1] - ys[0])) * (box.bottom - box.top);
@@ -133,7 +134,8 @@ function frame(root, xs, ys, xUnit, yUnit) {
     root.append(svg("line", { class: "axis", x1: at, x2: at, y1: box.bottom, y2: box.bottom + 4 }),
       svg("text", { x: anchor === "end" ? Math.max(at, box.right) : at, y: box.bottom + 16, "text-anchor": anchor }, tickLabel(v, x.step, xUnit)));
   }
-  root.append(svg("line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }));
+  root.append(svg("line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }),
+    svg("text", { x: (box.left + box.right) / 2, y: height - 4, "text-anchor": "middle" }, xTitle));
   return { sx, sy, box, unsx: (px) => xs[0] + ((px - box.left) / (box.right - box.left)) * span };
 }
 
@@ -189,7 +191,7 @@ function mount(root, draw) {
 
 /**
  * Lines of several runs. spec: title, note, unit, series() -> [{run, name, x, y, low, high}], smooth, dots, domain,
- * xUnit, xs (a fixed horizontal range).
+ * xUnit, xTitle, xs (a fixed horizontal range).
  */
 function lineChart(spec) {
   const root = svg("svg", { tabindex: 0, role: "img" });
@@ -200,7 +202,7 @@ function lineChart(spec) {
   state.read = (x) => {
     const rows = state.lines.map((s) => {
       const i = nearest(s, x);
-      const interval = s.low && s.low[i] !== null && s.low[i] !== undefined ? ` (${show(s.low[i], spec.unit)} to ${show(s.high[i], spec.unit)})` : "";
+      const interval = s.low && s.low[i] !== null && s.low[i] !== undefined ? ` (${between([s.low[i], s.high[i]])})` : "";
       return { name: s.name, colour: colour(s.run), x: s.x[i], y: s.even[i], text: show(s.y[i], spec.unit) + interval };
     });
     const at = rows.reduce((best, row) => (Math.abs(row.x - x) < Math.abs(best - x) ? row.x : best), Infinity);
@@ -215,7 +217,7 @@ function lineChart(spec) {
     const found = extent(state.lines.flatMap((s) => [s.y, s.low || [], s.high || []]));
     if (!reach || !found || !root.clientWidth) return;
     const xs = spec.xs || [view.axis === "iteration" ? Math.min(reach[0], 1) : 0, reach[1]];
-    const plot = frame(root, xs, spec.domain ? spec.domain() : range(found, spec.unit), xUnit(), spec.unit);
+    const plot = frame(root, xs, spec.domain ? spec.domain() : range(found, spec.unit), xUnit(), spec.unit, spec.xTitle || AXES[view.axis]);
     if (!plot) return;
     for (const s of state.lines) {
       if (s.low && s.low.some((v) => v !== null)) {
@@ -253,7 +255,7 @@ function stackChart(spec) {
   const draw = () => {
     if (!rows.length || !root.clientWidth) return;
     const starts = rows.map((i) => (i > 0 ? x()[i - 1] : view.axis === "iteration" ? x()[i] - 1 : 0));
-    const plot = (state.plot = frame(root, [starts[0], x()[rows[rows.length - 1]]], [0, spec.top()], view.axis, "seconds"));
+    const plot = (state.plot = frame(root, [starts[0], x()[rows[rows.length - 1]]], [0, spec.top()], view.axis, "seconds", AXES[view.axis]));
     if (!plot) return;
     const base = rows.map(() => 0);
     for (const layer of spec.layers) {

@@ -20,12 +20,11 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Panels that belong together; panels with the same `scale` share their vertical axis."""
+    """Panels that belong together, under one vertical scale where they are there to be compared."""
 
     title: str
     note: str
     figures: tuple[Figure, ...]
-    columns: int = 3
     shared_scale: bool = False
 
 
@@ -49,7 +48,7 @@ SECTIONS = (
         "Signal and batches",
         "How much of what was generated could teach, and how adaptive sampling answered.",
         (
-            Figure("train/valid_token_share", "Valid token share", "response tokens with a non-zero advantage", "share"),
+            Figure("train/valid_token_share", "Valid token share", "tokens with a non-zero advantage", "share"),
             Figure("train/valid_share", "Valid sample share", "samples with some non-zero advantage", "share"),
             Figure("batch/filtered_share", "Filtered share", "prompts the attention filter dropped (Eq. 8)", "share"),
             Figure("batch/prompts", "Prompt batch", "prompts an iteration (Eq. 10)", "count"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,28 @@ from attnrl.types import (
 )
 
 Row = dict[str, Any]
+COLUMNS = (
+    *("iteration", "uid", "problem", "answers", "tree", "kind", "point", "text", "ids", "logprobs", "finish"),
+    *("version", "reward", "rule", "answer", "step_starts", "step_texts", "fci", "entropy"),
+)
 TRUNKS_ONLY = ("grpo", "chain")  # estimators that make one sample a trunk and none a branch
 
 
-def read_rows(file: Path, columns: Sequence[str], uids: Sequence[str] | None = None) -> list[Row]:
+def read_table(file: Path, columns: Sequence[str], uids: Sequence[str] | None = None) -> pa.Table:
     """Rows of a forest file, all of them or those of some prompts."""
     filters = None if uids is None else [("uid", "in", list(uids))]
     try:
-        rows: list[Row] = pq.read_table(file, columns=list(columns), filters=filters).to_pylist()
-    except (pa.ArrowInvalid, pa.ArrowKeyError, OSError) as error:
+        missing = set(columns) - set(pq.read_schema(file).names)
+        if missing:
+            raise DataError(f"{file}: column {min(missing)!r} is missing; was it written by another version?")
+        return pq.read_table(file, columns=list(columns), filters=filters)
+    except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{file}: not a readable forest file: {error}") from None
-    missing = set(columns) - set(rows[0] if rows else columns)
-    if missing:
-        raise DataError(f"{file}: column {sorted(missing)[0]!r} is missing; was it written by another version?")
+
+
+def read_rows(file: Path, columns: Sequence[str], uids: Sequence[str] | None = None) -> list[Row]:
+    """The same as one dict a row."""
+    rows: list[Row] = read_table(file, columns, uids).to_pylist()
     return rows
 
 
@@ -84,7 +94,7 @@ def pick_forests(files: Sequence[Path], count: int) -> list[Pick]:
     ends = list(dict.fromkeys([files[0], files[-1]])) if files else []
     picks: list[Pick] = []
     for n, file in enumerate(ends):
-        found = {}
+        found: dict[str, Pick] = {}
         for rows in grouped(read_rows(file, ("uid", "tree", "kind", "reward"))):
             found.setdefault(rows[0]["uid"], Pick(file, rows[0]["uid"], interest(rows)))
         best = sorted(found.values(), key=lambda pick: (-pick.interest, pick.uid))
@@ -94,12 +104,10 @@ def pick_forests(files: Sequence[Path], count: int) -> list[Pick]:
 
 def read_forests(picks: Sequence[Pick]) -> list[list[Row]]:
     """The rows of the picked forests, in the order of the picks."""
-    columns = ("iteration", "uid", "problem", "answers", "tree", "kind", "point", "text", "ids", "logprobs")
-    columns += ("finish", "version", "reward", "rule", "answer", "step_starts", "step_texts", "fci", "entropy")
     found: dict[tuple[Path, str], list[Row]] = {}
     for file in dict.fromkeys(pick.file for pick in picks):
         uids = [pick.uid for pick in picks if pick.file == file]
-        for rows in grouped(read_rows(file, columns, uids)):
+        for rows in grouped(read_rows(file, COLUMNS, uids)):
             found.setdefault((file, rows[0]["uid"]), rows)
     return [found[pick.file, pick.uid] for pick in picks]
 
@@ -114,7 +122,7 @@ def rebuild(rows: Sequence[Row]) -> Forest:
         verdict = Verdict(row["reward"], row["rule"], row["answer"])
         if row["kind"] == "trunk":
             bounds = [*row["step_starts"], len(rollout.ids)]
-            steps = tuple(Step(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+            steps = tuple(Step(a, b) for a, b in pairwise(bounds))
             scores = Scores(rollout.logprobs, as_floats(row["entropy"]), as_floats(row["fci"]))
             trees.append(Tree(Trunk(rollout, verdict, steps, scores)))
         else:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
 from attnrl.algo.advantages import ESTIMATORS, leaf_rewards, segments
 from attnrl.analysis.curves import clean
-from attnrl.analysis.forests import Row, leaf_advantages, pick_forests, read_forests, read_rows, rebuild
+from attnrl.analysis.forests import Row, leaf_advantages, pick_forests, read_forests, read_table, rebuild
 from attnrl.analysis.records import RunRecord
 from attnrl.types import Floats, Tree
 
@@ -117,9 +118,7 @@ def clip_page(page: dict[str, Any], budget: int) -> dict[str, Any]:
             **tree,
             "answer": tree["answer"] and clip(tree["answer"], 200),
             "steps": [clipped(step) for step in tree["steps"]],
-            "branches": [
-                clipped({**b, "answer": b["answer"] and clip(b["answer"], 200)}) for b in tree["branches"]
-            ],
+            "branches": [clipped({**b, "answer": b["answer"] and clip(b["answer"], 200)}) for b in tree["branches"]],
         }
         for tree in page["trees"]
     ]
@@ -167,11 +166,13 @@ def fci_by_position(files: Sequence[Path]) -> dict[str, Any] | None:
     ranks: list[float] = []
     for file in chosen:
         length = 1
-        for row in read_rows(file, ("kind", "point", "step_starts", "fci", "logprobs")):
+        table = read_table(file, ("kind", "point", "step_starts", "fci", "ids"))
+        tokens = pc.list_value_length(table["ids"]).to_pylist()  # ids themselves may be millions
+        for row, drawn in zip(table.drop_columns(["ids"]).to_pylist(), tokens, strict=True):
             if row["kind"] == "branch":
                 starts[min(int(BINS * row["point"] / length), BINS - 1)] += 1
                 continue
-            length = max(len(row["logprobs"]), 1)
+            length = max(drawn, 1)
             fci = np.asarray(row["fci"], dtype=np.float64)
             if len(fci) < 2 or not np.isfinite(fci).all():
                 continue

@@ -31,7 +31,6 @@ function delta(before, after) {
   const points = 100 * (after - before);
   return el("span", { class: `delta num ${Math.abs(points) < 0.05 ? "flat" : points > 0 ? "up" : "down"}` }, `${points < 0 ? "−" : "+"}${Math.abs(points).toFixed(1)} points`);
 }
-const between = ([low, high]) => `${(100 * low).toFixed(1)} to ${percent(high)}`;
 
 function scoreView(run) {
   const held = evaluated(run);
@@ -56,8 +55,8 @@ function headView(run, number) {
     ["Training time", `${duration(h.seconds)}, without evaluation`],
     ["Seed", h.seed], ["Commit", env.commit ? `${String(env.commit).slice(0, 10)}${env.changed ? ", with changes" : ""}` : null],
   ].filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return el("article", { class: "card head", css: { "--colour": colour(number) } }, el("h2", {}, run.name), h.about ? el("p", { class: "about" }, h.about) : null,
-    scoreView(run), el("dl", { class: "facts num" }, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, String(value))])));
+  return el("article", { class: "card head", css: { "--colour": colour(number) } }, el("div", {}, el("h2", {}, run.name), h.about ? el("p", { class: "about" }, h.about) : null, scoreView(run)),
+    el("dl", { class: "facts num" }, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, String(value))])));
 }
 
 function controls() {
@@ -108,7 +107,7 @@ function positionView() {
   const found = runs.map((run, i) => ({ run: i, name: run.name, data: run.fci })).filter((r) => r.data);
   if (!found.length) return null;
   const of = (value) => () => found.map((r) => ({ run: r.run, name: r.name, x: r.data.position, y: r.data[value] }));
-  const shared = { unit: "number", xUnit: "share", xs: [0, 1] };
+  const shared = { unit: "number", xUnit: "share", xTitle: "position in the trunk", xs: [0, 1] };
   const scored = found.some((r) => r.data.fci.some((v) => v !== null));
   const branched = found.some((r) => r.data.branches.some((v) => v !== null));
   const words = found.filter((r) => r.data.correlation !== null).map((r) => `${r.name} ${signed(r.data.correlation)} over ${r.data.trunks.toLocaleString("en")} trunks`);
@@ -130,7 +129,7 @@ function secondsView() {
     const layers = names.map((n, i) => ({ name: n, colour: `var(--p${i % 6})`, y: run.metrics[`seconds/${n}`] || run.x.iteration.map(() => null), share: sums[i] / total })).filter((l) => l.share > 0);
     return layers.length ? stackChart({ title: runs.length > 1 ? run.name : "Seconds per phase", note: "an iteration; shares of the whole run below", run, layers, top }) : null;
   });
-  return section("Time", "Where an iteration's seconds go.", el("div", { class: "grid wide" }, plots));
+  return section("Time", "Where an iteration's seconds go.", el("div", { class: runs.length > 2 ? "grid" : "grid wide" }, plots));
 }
 
 function flat(value, prefix = "") {

@@ -3,9 +3,10 @@
 const mark = (reward) => (reward > 0.5 ? "✓" : "✗");
 const verdict = (reward) => (reward > 0.5 ? "right" : "wrong");
 const signed = (value) => (value === null ? "–" : `${value > 0 ? "+" : value < 0 ? "−" : ""}${Math.abs(value).toFixed(3)}`);
-const valueColour = (value) => `color-mix(in oklab, var(--good) ${Math.round(100 * value)}%, var(--bad))`;
+const valueColour = (value) => `color-mix(in oklab, var(${value < 0.5 ? "--bad" : "--good"}) ${Math.round(200 * Math.abs(value - 0.5))}%, var(--half))`;
 const heat = (share) => `color-mix(in srgb, var(--heat) ${Math.round(6 + 94 * share)}%, var(--card))`;
 const short = (text, n) => (text.length > n ? `${text.slice(0, n - 1)}…` : text);
+const trimmed = (text) => text.replace(/^\s*\n|\s+$/g, ""); // blank lines end most steps; they would only make gaps
 const oneLine = (text) => text.replace(/\s+/g, " ").trim();
 
 function spread(tree) {
@@ -89,7 +90,7 @@ function stepScores(tree) {
   const branched = new Set(tree.branches.map((b) => stepOf(tree, b.point).step));
   const top = Math.max(...tree.steps.map((s) => s.fci || 0)) || 1;
   const draw = () => {
-    const plot = frame(root, [0.5, tree.steps.length + 0.5], [0, top * 1.18], "count", "number");
+    const plot = frame(root, [0.5, tree.steps.length + 0.5], [0, top * 1.18], "count", "number", "step");
     if (!plot) return;
     const wide = Math.min(((plot.box.right - plot.box.left) / tree.steps.length) * 0.76, 46);
     tree.steps.forEach((step, i) => {
@@ -113,7 +114,7 @@ function branchView(branch, number) {
     el("summary", {}, el("span", { class: "pieces num" }, el("b", {}, `Branch ${number + 1}`), ending(branch),
       el("span", {}, `V ${branch.value.toFixed(2)}`), el("span", {}, `A ${signed(branch.advantage)}`),
       el("span", { class: "soft" }, `policy ${branch.version}, rule ${branch.rule}`))),
-    el("div", { class: "text" }, branch.text));
+    el("div", { class: "text" }, trimmed(branch.text)));
 }
 function nodeView(node, number) {
   return el("li", {}, el("div", { class: "node num", css: { "--value": valueColour(node.value) } }, el("b", {}, `Segment ${number + 1}`),
@@ -140,10 +141,10 @@ function treeView(tree) {
     list.append(el("li", {}, el("div", { class: `step ${points.has(i) ? "branchy" : ""}` },
       el("div", { class: "gauge", css: { "--shade": step.fci === null ? "var(--card)" : `color-mix(in srgb, var(--heat) ${Math.round((55 * step.fci) / top)}%, var(--card))` } },
         el("b", {}, `Step ${i + 1}`), step.fci === null ? null : el("span", {}, `FCI ${digits(step.fci, 3)}`)),
-      el("div", { class: "text" }, step.text))));
+      el("div", { class: "text" }, trimmed(step.text)))));
     while (next < tree.nodes.length && tree.nodes[next].start < step.stop) fork(tree.nodes[next], next++);
   });
-  list.append(el("li", {}, el("p", { class: "ending num" }, "The trunk ends: ", ending(tree).map((part) => [part, " "]).flat(), el("span", { class: "soft" }, ` · policy ${tree.version}, rule ${tree.rule}`))));
+  list.append(el("li", {}, el("p", { class: "ending num" }, "The trunk ends: ", ending(tree).map((part) => [part, " "]), el("span", { class: "soft" }, ` · policy ${tree.version}, rule ${tree.rule}`))));
   return list;
 }
 

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnrl.algo.advantages import ESTIMATORS, leaf_rewards
+from attnrl.analysis.forests import grouped, interest, leaf_advantages, pick_forests, read_forests, read_rows, rebuild
+from attnrl.analysis.pages import clip, clip_page, fair_limit, fci_by_position, forest_page
+from attnrl.analysis.records import RunRecord, read_run
+from attnrl.errors import DataError
+from attnrl.run import forest_table
+from attnrl.types import Branch, Forest, Prompt, Rollout, Scores, Step, Tree, Trunk, Verdict, as_floats, as_ids
+
+
+def rollout(tokens: int, first: int = 1) -> Rollout:
+    return Rollout(as_ids(range(first, first + tokens)), as_floats([-0.5] * tokens), "stop", 3)
+
+
+def trunk(tokens: int, reward: float) -> Trunk:
+    steps = (Step(0, 2), Step(2, 4), Step(4, tokens))
+    return Trunk(
+        rollout(tokens),
+        Verdict(reward, "number", "7"),
+        steps,
+        Scores(as_floats([-0.5] * tokens), as_floats([0.1] * tokens), as_floats([0.3, 0.2, 0.0])),
+    )
+
+
+def branch(point: int, tokens: int, reward: float) -> Branch:
+    return Branch(point, rollout(tokens, 50), Verdict(reward, "number"))
+
+
+def forest() -> Forest:
+    """Two trees. Leaves of the first: trunk right, wrong at 2, right and wrong at 4; the second: a wrong trunk."""
+    grown = (branch(2, 5, 0.0), branch(4, 3, 1.0), branch(4, 2, 0.0))
+    prompt = Prompt("q", as_ids([9]), ("7", "seven"), "how many?")
+    return Forest(prompt, (Tree(trunk(6, 1.0), grown), Tree(trunk(5, 0.0))))
+
+
+def rows_of(planted: Forest) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = forest_table(5, [planted], lambda ids: " ".join(map(str, ids.tolist()))).to_pylist()
+    return rows
+
+
+def record(**algo: object) -> RunRecord:
+    return RunRecord("r", Path(), {"algo": algo}, {}, [{"iteration": 1.0}], ())
+
+
+def test_values_and_advantages_by_hand() -> None:
+    page = forest_page(rows_of(forest()), record(estimator="tree"))
+    assert (page["root"], page["leaves"], page["iteration"], page["answers"]) == (0.4, 5, 5, ["7", "seven"])
+    first, second = page["trees"]
+    # V: 2 of 4 leaves right; below token 2: 2 of 3; the trunk's own end: 1 of 1 (Eq. 2)
+    assert [(n["start"], n["stop"], n["leaves"]) for n in first["nodes"]] == [(0, 2, 4), (2, 4, 3), (4, 6, 1)]
+    assert [n["value"] for n in first["nodes"]] == [0.5, 0.66667, 1]
+    # A: (2V - V(root) - V(parent)) / sqrt(leaves) (Eq. 3)
+    assert [n["advantage"] for n in first["nodes"]] == pytest.approx(
+        [(1 - 0.4 - 0.4) / 2, (4 / 3 - 0.4 - 0.5) / 3**0.5, 2 - 0.4 - 2 / 3], abs=1e-4
+    )
+    assert [b["advantage"] for b in first["branches"]] == pytest.approx(
+        [0 - 0.4 - 0.5, 2 - 0.4 - 2 / 3, 0 - 0.4 - 2 / 3], abs=1e-4
+    )
+    assert [n["advantage"] for n in second["nodes"]] == pytest.approx([-0.8])
+    assert [(s["start"], s["stop"], s["text"], s["fci"]) for s in first["steps"]] == [
+        (0, 2, "1 2", 0.3),
+        (2, 4, "3 4", 0.2),
+        (4, 6, "5 6", 0),
+    ]
+    assert (first["answer"], first["tokens"], first["branches"][0]["text"]) == ("7", 6, "50 51 52 53 54")
+
+
+def test_advantages_are_those_of_the_runs_estimator() -> None:
+    grpo = forest_page(rows_of(forest()), record(estimator="grpo", estimator_options={"ddof": 0}))
+    assert [t["nodes"][0]["advantage"] for t in grpo["trees"]] == [1, -1]
+    assert [b["advantage"] for b in grpo["trees"][0]["branches"]] == [None] * 3
+    released = forest_page(rows_of(forest()), record(estimator="tree", estimator_options={"train_unbranched": False}))
+    assert released["trees"][1]["nodes"][0]["advantage"] is None
+    assert released["trees"][0]["nodes"][0]["advantage"] == pytest.approx(0.1)
+    foreign = forest_page(rows_of(forest()), record(estimator="my.module:mine"))
+    assert (foreign["estimator"], foreign["own_estimator"]) == ("tree", False)
+
+
+@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
+def test_every_estimator_has_a_place_on_the_page(estimator: str) -> None:
+    found = leaf_advantages(forest(), estimator, {})
+    assert [len(tree) for tree in found] == [4, 1]
+    assert found[0][0] is not None
+    assert len(found[0][0]) == 6
+    branch = found[0][2]
+    assert (branch is None) == (estimator in ("grpo", "chain"))
+    assert branch is None or len(branch) == 4 + 3  # the whole path, kept prefix first
+
+
+rewards = st.sampled_from([0.0, 1.0])
+trees = st.tuples(rewards, st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), rewards), max_size=4))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(trees, min_size=1, max_size=4))
+def test_a_forest_survives_parquet_rows(drawn: list[tuple[float, list[tuple[int, int, float]]]]) -> None:
+    grown = tuple(Tree(trunk(6, r), tuple(branch(*b) for b in branches)) for r, branches in drawn)
+    planted = Forest(Prompt("q", as_ids([9]), ("7",), "?"), grown)
+    back = rebuild(rows_of(planted))
+    assert leaf_rewards(back).tolist() == leaf_rewards(planted).tolist()
+    rng = np.random.default_rng(0)
+    for a, b in zip(ESTIMATORS["tree"](planted, rng), ESTIMATORS["tree"](back, rng), strict=True):
+        assert a.response.tolist() == b.response.tolist()
+        assert a.advantages.tolist() == b.advantages.tolist()
+
+
+def test_a_prompt_drawn_twice_makes_two_forests() -> None:
+    rows = rows_of(forest())
+    assert [len(f) for f in grouped([*rows, *rows])] == [5, 5]
+
+
+def test_trees_that_disagree_come_first() -> None:
+    def leaves(*trees: list[float]) -> list[dict[str, object]]:
+        return [{"tree": i, "reward": r} for i, tree in enumerate(trees) for r in tree]
+
+    overturned, mixed, alike = leaves([0, 1, 0], [1, 1, 1]), leaves([0, 0, 0], [1, 1, 1]), leaves([1, 1], [1, 1])
+    assert interest(overturned) > interest(mixed) > interest(alike) > interest(leaves([1], [1]))
+
+
+def test_picks_from_first_and_last_iteration(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    record = read_run(make_run(tmp_path / "run", iterations=4))
+    assert [f.stem for f in record.forest_files] == ["000001", "000002", "000004"]
+    picks = pick_forests(record.forest_files, 5)
+    assert [p.file.stem for p in picks] == ["000001"] * 2 + ["000004"] * 3
+    first = grouped(read_rows(record.forest_files[0], ("uid", "tree", "kind", "reward")))
+    assert picks[0].interest == max(map(interest, first))
+    assert [rows[0]["uid"] for rows in read_forests(picks)] == [p.uid for p in picks]
+    assert pick_forests(record.forest_files[:1], 4) == sorted(
+        pick_forests(record.forest_files[:1], 4), key=lambda p: -p.interest
+    )
+    assert pick_forests((), 4) == []
+
+
+def test_a_broken_forest_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "000001.parquet"
+    file.write_bytes(b"PAR1 torn")
+    with pytest.raises(DataError, match=r"000001\.parquet: not a readable forest file"):
+        read_rows(file, ("uid",))
+    pq.write_table(forest_table(1, [forest()], lambda ids: "").drop(["fci"]), file)
+    with pytest.raises(DataError, match=r"000001\.parquet: column 'fci' is missing"):
+        read_rows(file, ("uid", "fci"))
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=9), st.integers(10, 200))
+def test_fair_limit_is_the_largest_that_fits(lengths: list[int], budget: int) -> None:
+    limit = fair_limit(lengths, budget)
+    assert sum(min(n, limit) for n in lengths) <= budget
+    assert limit >= max(lengths) or sum(min(n, limit + 1) for n in lengths) > budget
+
+
+def test_long_texts_keep_head_and_tail() -> None:
+    assert clip("a\x00b\x7f\n", 9) == "a\u2400b\u2421\n"
+    page = forest_page(rows_of(forest()), record())
+    page["trees"][0]["branches"][0]["text"] = "x" * 9000 + "the end"
+    clipped = clip_page(page, 1000)["trees"][0]["branches"][0]["text"]
+    assert clipped.endswith("xthe end")
+    assert "characters left out" in clipped
+    assert len(clipped) < 1000
+    assert clip_page(page, 1000)["trees"][0]["branches"][1]["text"] == "50 51 52"
+
+
+def test_fci_by_position_by_hand(tmp_path: Path) -> None:
+    file = tmp_path / "000001.parquet"
+    pq.write_table(forest_table(1, [forest()], lambda ids: ""), file)
+    found = fci_by_position([file])
+    assert found is not None
+    # steps start at 0, 2/6, 4/6 and 0, 2/5, 4/5 of the trunks: bins 0, 6, 13 and 0, 8, 16 of 20
+    scores = {i: y for i, y in enumerate(found["fci"]) if y is not None}
+    assert scores == {0: 0.3, 6: 0.2, 8: 0.2, 13: 0, 16: 0}
+    assert {i: s for i, s in enumerate(found["branches"]) if s} == {6: 0.33333, 13: 0.66667}
+    assert found["correlation"] == -1  # FCI falls along both trunks
+    assert found["trunks"] == 2
+    assert fci_by_position([]) is None
