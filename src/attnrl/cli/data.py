@@ -143,7 +143,12 @@ def _show(report: dict[str, Any], limit: int) -> None:
 
 
 def _write_clean(path: Path, records: list[Record], evals: list[Record]) -> None:
-    cleaned = clean(records, evals)
+    from attnrl.verify import is_correct  # here: a report alone needs no worker processes
+
+    def same(answer: str, other: str) -> bool:
+        return is_correct(f"\\boxed{{{answer}}}", other)
+
+    cleaned = clean(records, evals, same)
     with path.open("w", encoding="utf-8") as out:
         for record in cleaned.records:
             row = {"problem": record.problem, "answer": list(record.answers), "from": record.where, **record.info}

@@ -91,6 +91,9 @@ def _download(source: str, repo: str, config: str | None, split: str) -> list[tu
     from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    # the base of a hub error is the error class of the HTTP library, which differs between versions of the client
+    http: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
+    failures: tuple[type[BaseException], ...] = (OSError, HFValidationError, *http)
     try:
         if constants.HF_HUB_OFFLINE:  # what earlier runs downloaded
             folder = Path(snapshot_download(repo, repo_type="dataset", local_files_only=True))
@@ -100,8 +103,7 @@ def _download(source: str, repo: str, config: str | None, split: str) -> list[tu
         chosen = pick_split(listed, split, config)
         if chosen:
             return [(f"{repo}/{n}", Path(hf_hub_download(repo, n, repo_type="dataset"))) for n in chosen]
-    # its base is the error class of the HTTP library, which differs between versions of the hub client
-    except (OSError, HFValidationError, *HfHubHTTPError.__bases__) as error:
+    except failures as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MissingFileError(
             f"{source}: no such file here, and as the hub data set {repo!r} it could not be fetched ({reason}); "
