@@ -11,14 +11,18 @@ from attnrl.algo.advantages import ESTIMATORS
 from attnrl.algo.branching import NEEDS_SCORES, RULES
 from attnrl.algo.parts import bind
 from attnrl.algo.steps import SEGMENTERS
+from attnrl.cli.flags import show
 from attnrl.config import Config
-from attnrl.errors import ConfigError
+from attnrl.errors import ConfigError, DataError
 from attnrl.types import Ids, Sampling, Verdict
 
 if TYPE_CHECKING:
     from attnrl.backend import Backend
     from attnrl.data.records import Record
+    from attnrl.data.tasks import Split
     from attnrl.iteration import Grade, Parts, Stream
+    from attnrl.local.backend import LocalBackend
+    from attnrl.trainer import Evaluate
     from attnrl.verify import Verifier
 
 KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {
@@ -96,28 +100,90 @@ def decoder(tokenizer: Any) -> Callable[[Ids], str]:
 
 
 def train_records(config: Config) -> list[Record]:
-    """The training problems of a config: files, hub names and made-up tasks, without the benchmarks' own problems."""
-    from attnrl.data.audit import contamination
+    """The training problems of a config: files, hub names and made-up tasks; with `data.decontaminate`, without the
+    benchmarks' own problems, leaked answers and conflicting or repeated rows. Says what was left out.
+    """
+    from attnrl.data.audit import clean
     from attnrl.data.benchmarks import load_benchmark
     from attnrl.data.records import load_records
 
+    if not config.data.train:
+        raise ConfigError("data.train names no data set; give files, hub names or tasks")
     records: list[Record] = []
     for source in config.data.train:
-        records += task_records(config, "train", config.data.train_tasks) if source == "tasks" else load_records(source)
+        if source == "tasks":
+            records += task_records(config, "train", config.data.train_tasks)
+            continue
+        found = load_records(source)
+        if not found.records:
+            raise DataError(f"{source}: no row can be trained on; {found.report()}")
+        if found.skipped:
+            show(f"{source}: {found.report()}")
+        records += found.records
     if config.data.decontaminate:
         benchmarks = [load_benchmark(name, config.data.directory) for name in config.data.decontaminate]
-        dirty = {hit.train.where for hit in contamination(records, [r for b in benchmarks for r in b])}
-        records = [r for r in records if r.where not in dirty]
+        kept = clean(records, [record for rows in benchmarks for record in rows])
+        show(
+            f"left out of {len(records)} problems: {kept.contaminated} of a benchmark, {kept.leaked} that state their "
+            f"answer, {kept.conflicting} with conflicting answers, {kept.repeated} repeated"
+        )
+        records = list(kept.records)
     return records
 
 
-def task_records(config: Config, split: Any, count: int) -> list[Record]:
+def task_records(config: Config, split: Split, count: int) -> list[Record]:
     """Made-up tasks of a split as records."""
     from attnrl.data.tasks import TaskSpec, as_records
 
     fields = config.data.tasks.model_dump()
     seed = fields.pop("seed")
     return as_records(TaskSpec(**fields), split, count, seed=seed)
+
+
+def build_evaluate(config: Config, backend: LocalBackend, verifier: Verifier) -> Evaluate:
+    """The held-out evaluation of a run: metrics `eval/<benchmark>/...`; the same seeds each time."""
+    from attnrl.data.benchmarks import BENCHMARKS, load_benchmark
+    from attnrl.data.prompts import render_prompts
+    from attnrl.data.records import load_records
+    from attnrl.evaluation import evaluate
+
+    wanted = config.evaluation
+    records: dict[str, list[Record]] = {}
+    for name in wanted.benchmarks:
+        if name == "tasks":
+            records[name] = task_records(config, "test", wanted.tasks)
+        elif name in BENCHMARKS:
+            records[name] = load_benchmark(name, config.data.directory)
+        else:
+            records[Path(name).name.split(".")[0]] = list(load_records(name))
+    prompts = {
+        name: render_prompts(
+            rows,
+            backend.tokenizer,
+            template=config.data.template,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            unique=False,
+        )[0]
+        for name, rows in records.items()
+    }
+    samples = {n: wanted.samples or (BENCHMARKS[n].samples if n in BENCHMARKS else 1) for n in prompts}
+
+    def measure(iteration: int) -> dict[str, float]:
+        report = evaluate(
+            backend,
+            prompts,
+            decode=decoder(backend.tokenizer),
+            grade=verifier.grade,
+            samples=samples,
+            sampling=Sampling(wanted.temperature, wanted.top_p),
+            max_tokens=wanted.max_response_tokens,
+            ks=wanted.ks,
+            grade_truncated=config.algo.grade_truncated,
+            progress=True,
+        )
+        return report.metrics()
+
+    return measure
 
 
 def model_path(config: Config) -> str:

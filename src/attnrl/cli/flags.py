@@ -11,7 +11,9 @@ from attnrl.config import keys, load_config
 from attnrl.errors import ConfigError
 
 
-def parse(argv: Sequence[str], *, plain: Sequence[str] = (), switches: Sequence[str] = ()) -> tuple[list[str], dict]:
+def parse(
+    argv: Sequence[str], *, plain: Sequence[str] = (), switches: Sequence[str] = ()
+) -> tuple[list[str], dict[str, Any]]:
     """Words and flags of a command line. Flags named in `plain` or `switches` keep their name; others are dotted keys.
 
     >>> parse(["demo", "--algo.points=3", "--resume"], switches=["resume"])

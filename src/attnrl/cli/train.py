@@ -1,0 +1,101 @@
+"""attnrl train PRESET --run-dir D [--iterations N] [--seed S] [--resume] [--section.key VALUE ...]
+
+Trains a policy and writes a run directory: resolved config, metrics.jsonl, forests in parquet, checkpoints in Hugging
+Face format. `--resume` continues a run that was stopped or killed from its newest checkpoint, exactly. PRESET is a
+name from `attnrl presets` or the path of a TOML file; `attnrl config --help` explains every key.
+
+  attnrl train demo --run-dir runs/demo                    the laptop demo: a tiny model on made-up tasks
+  attnrl train attnrl_1p5b --run-dir runs/a --algo.points 3 --update.microbatch_tokens 32768
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from attnrl.cli.assemble import (
+    build_evaluate,
+    build_grade,
+    build_parts,
+    check_parts,
+    decoder,
+    model_path,
+    train_records,
+)
+from attnrl.cli.console import console_line
+from attnrl.cli.flags import parse, show, wants_help
+from attnrl.config import Config, load_config
+from attnrl.errors import ConfigError
+from attnrl.run import open_run
+from attnrl.trackers import open_trackers
+
+SHORT = {"iterations": "run.iterations", "seed": "run.seed"}
+
+
+def main(argv: list[str]) -> int:
+    if wants_help(argv):
+        show(str(__doc__))
+        return 0
+    words, flags = parse(argv, plain=["run-dir"], switches=["resume"])
+    if len(words) != 1:
+        raise ConfigError("give one preset: attnrl train PRESET --run-dir D; `attnrl presets` lists them")
+    if "run-dir" not in flags:
+        raise ConfigError("say where the run is written: --run-dir DIRECTORY")
+    run_dir, resume = Path(flags.pop("run-dir")), flags.pop("resume", False)
+    config = load_config(words[0], {SHORT.get(name, name): value for name, value in flags.items()})
+    run_training(config, run_dir, resume=resume)
+    return 0
+
+
+def run_training(config: Config, run_dir: Path, *, resume: bool) -> None:
+    """Train as the config says. What can be wrong with config, data and directory is found before a model loads."""
+    check_parts(config)
+    records = train_records(config)
+    values = config.model_dump(mode="json")
+    run = open_run(run_dir, values, resume=resume)
+    observers = [console_line(config.run.iterations), *open_trackers(config.run.trackers, run_dir, values)]
+
+    from attnrl.data.prompts import render_prompts
+    from attnrl.data.stream import PromptStream
+    from attnrl.data.texts import TokenTexts
+    from attnrl.iteration import SCHEDULES
+    from attnrl.local.backend import backend_from_config
+    from attnrl.trainer import train
+    from attnrl.verify import Verifier
+
+    backend = backend_from_config(config, model=model_path(config))
+    tokenizer = backend.tokenizer
+    prompts, dropped = render_prompts(
+        records, tokenizer, template=config.data.template, max_prompt_tokens=config.data.max_prompt_tokens
+    )
+    show(f"{len(prompts)} prompts" + (f"; left out: {dropped.report()}" if dropped.report() else ""))
+    decode = decoder(tokenizer)
+    with Verifier(**_verifier_options(config)) as verifier:
+        parts = build_parts(
+            config,
+            backend=backend,
+            stream=PromptStream(prompts, config.run.seed),
+            texts=TokenTexts(tokenizer),
+            grade=build_grade(verifier, decode),
+        )
+        train(
+            parts,
+            SCHEDULES[config.algo.schedule],
+            run,
+            iterations=config.run.iterations,
+            seed=config.run.seed,
+            decode=decode,
+            evaluate=build_evaluate(config, backend, verifier) if config.evaluation.every else None,
+            evaluate_every=config.evaluation.every,
+            generated_tokens=config.run.generated_tokens,
+            checkpoint_every=config.run.checkpoint_every,
+            keep_checkpoints=config.run.keep_checkpoints,
+            save_rollouts_every=config.run.save_rollouts_every,
+            observers=observers,
+        )
+    show(f"run directory: {run_dir}")
+
+
+def _verifier_options(config: Config) -> dict[str, Any]:
+    options = config.verify
+    return {"workers": options.workers, "timeout": options.timeout_s, "memory_mb": options.memory_mb}
