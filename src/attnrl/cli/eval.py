@@ -95,7 +95,6 @@ def evaluate_model(flags: EvalFlags) -> int:
     """Draw, grade and report. Everything that can be wrong with the flags is found before the model loads."""
     from attnrl.cli.assemble import decoder
     from attnrl.evaluation import check_samples, evaluate
-    from attnrl.local import BackendOptions, load_backend
     from attnrl.types import Sampling
     from attnrl.verify import Verifier
 
@@ -110,6 +109,8 @@ def evaluate_model(flags: EvalFlags) -> int:
         raise ConfigError(f"--benchmarks {flags.benchmarks}: a name occurs twice")
     check_samples(samples, flags.k)
     records = {label(name): load(name, flags) for name in names}
+    from attnrl.local import BackendOptions, load_backend  # torch: only once the flags are known to be right
+
     backend, tokenizer = load_backend(
         flags.model, device=flags.device, dtype=flags.dtype, options=BackendOptions(rows=flags.rows)
     )

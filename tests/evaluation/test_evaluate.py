@@ -1,0 +1,237 @@
+"""The evaluation loop over a fake backend: numbers by hand, kills, resumption, comparison."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from attnrl.errors import ConfigError, DataError
+from attnrl.evaluation import Response, compare, evaluate
+from attnrl.evaluation.sampling import request_seed
+from attnrl.types import Prompt, Rollout, Sampling, Verdict, as_floats, as_ids
+
+HERE = Path(__file__).parent
+_spec = importlib.util.spec_from_file_location("evaluation_fake", HERE / "fake.py")
+fake = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fake)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.suffix != ".parquet"}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted evaluation: its directory and report."""
+    directory = tmp_path_factory.mktemp("whole")
+    return directory, fake.run(directory, fake.FakeBackend())
+
+
+def test_numbers_are_those_of_the_responses(whole) -> None:
+    _, report = whole
+    assert len(report.responses) == 30 * 4 + 20 * 2
+    easy = [r for r in report.responses if r.benchmark == "easy"]
+    assert report.tables["easy"]["pass@1"] == pytest.approx(sum(r.reward for r in easy) / 120)
+    both = [
+        any(r.right for r in easy if r.row == row and r.sample in pair)
+        for row in range(30)
+        for pair in [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    ]
+    assert report.tables["easy"]["pass@2"] == pytest.approx(sum(both) / len(both))
+    # the fake's answers are right exactly where its stream says so and the text was not cut off
+    for r in easy:
+        assert r.right == (f"boxed{{{r.gold[0]}}}." in r.response and r.finish == "stop")
+    cut = [r for r in report.responses if r.finish == "length"]
+    assert cut
+    assert all(r.rule == "truncated" and r.tokens == 60 and not r.reward for r in cut)
+    assert report.average["pass@1"] == pytest.approx(
+        (report.tables["easy"]["pass@1"] + report.tables["hard"]["pass@1"]) / 2
+    )
+
+
+def test_the_files_say_the_same(whole) -> None:
+    directory, report = whole
+    results = json.loads((directory / "results.json").read_text())
+    assert results["benchmarks"] == report.tables
+    assert results["average"] == report.average
+    rows = pq.read_table(directory / "problems.parquet").to_pylist()
+    assert len(rows) == 50
+    assert np.mean([row["pass@1"] for row in rows if row["benchmark"] == "hard"]) == report.tables["hard"]["pass@1"]
+    assert sum(row["right"] for row in rows) == sum(r.right for r in report.responses)
+    lines = (directory / "results.md").read_text().splitlines()
+    assert lines[0].startswith("| benchmark | problems | samples | pass@1 | pass@2 |")
+    assert lines[2].startswith(f"| easy | 30 | 4 | {100 * report.tables['easy']['pass@1']:.1f} [")
+    assert lines[4].startswith("| Avg. |")
+
+
+def test_chunks_and_files_do_not_change_the_result(whole, tmp_path) -> None:
+    _, report = whole
+    again = fake.run(None, fake.FakeBackend(), chunk=None)
+    assert again.responses == report.responses
+    assert again.metrics() == report.metrics()
+    assert again.metrics()["eval/easy/pass@1"] == report.tables["easy"]["pass@1"]
+    assert fake.run(tmp_path, fake.FakeBackend(), chunk=1000).tables == report.tables
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_kill_and_resume_equals_uninterrupted(whole, tmp_path, chunks) -> None:
+    directory, report = whole
+    process = subprocess.Popen([sys.executable, str(HERE / "fake.py"), str(tmp_path)], start_new_session=True)
+    log = tmp_path / "responses.jsonl"
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and (not log.exists() or log.read_bytes().count(b"\n") < 8 * chunks):
+            time.sleep(0.01)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    survived = log.read_bytes().count(b"\n")
+    assert 8 * chunks <= survived < 160
+    backend = fake.FakeBackend()
+    resumed = fake.run(tmp_path, backend)
+    assert backend.requests == 160 - survived
+    assert resumed.responses == report.responses
+    assert contents(tmp_path) == contents(directory)
+    assert pq.read_table(tmp_path / "problems.parquet").equals(pq.read_table(directory / "problems.parquet"))
+
+
+def test_a_torn_last_line_is_drawn_again(whole, tmp_path) -> None:
+    directory, _ = whole
+    lines = (directory / "responses.jsonl").read_bytes().splitlines(keepends=True)
+    for cut in (1, len(lines[40]) // 2, len(lines[40]) - 1):
+        place = tmp_path / str(cut)
+        place.mkdir()
+        (place / "settings.json").write_bytes((directory / "settings.json").read_bytes())
+        (place / "responses.jsonl").write_bytes(b"".join(lines[:40]) + lines[40][:cut])
+        backend = fake.FakeBackend()
+        fake.run(place, backend)
+        assert backend.requests == 120
+        assert contents(place) == contents(directory)
+
+
+def test_a_finished_evaluation_draws_nothing(whole, tmp_path) -> None:
+    directory, _ = whole
+    before = contents(directory)
+    backend = fake.FakeBackend()
+    fake.run(directory, backend)
+    assert backend.requests == 0
+    assert contents(directory) == before
+
+
+def test_other_settings_in_the_same_directory_are_refused(whole) -> None:
+    directory, _ = whole
+    with pytest.raises(ConfigError, match=r"seed was 7, is now 8.*another --output"):
+        fake.run(directory, fake.FakeBackend(), seed=8)
+    with pytest.raises(ConfigError, match=r"temperature was 0.6, is now 1.0"):
+        fake.run(directory, fake.FakeBackend(), sampling=Sampling(1.0, 0.95))
+
+
+def test_a_directory_in_use_is_refused(tmp_path) -> None:
+    class Nested(fake.FakeBackend):
+        def generate(self, requests, sampling):
+            fake.run(tmp_path, fake.FakeBackend())
+            return super().generate(requests, sampling)
+
+    with pytest.raises(ConfigError, match="another evaluation is writing there"):
+        fake.run(tmp_path, Nested())
+
+
+def test_a_broken_line_in_the_middle_is_named(whole, tmp_path) -> None:
+    directory, _ = whole
+    lines = (directory / "responses.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "settings.json").write_bytes((directory / "settings.json").read_bytes())
+    (tmp_path / "responses.jsonl").write_bytes(lines[0] + b'{"half": \n' + lines[1])
+    with pytest.raises(DataError, match=r"responses\.jsonl:1: not a line this command wrote"):
+        fake.run(tmp_path, fake.FakeBackend())
+
+
+def test_k_above_samples_is_refused_before_anything_is_drawn(tmp_path) -> None:
+    backend = fake.FakeBackend()
+    with pytest.raises(ConfigError, match=r"pass@4 cannot be estimated from 2 samples per problem of benchmark hard"):
+        fake.run(tmp_path, backend, ks=(1, 4))
+    assert backend.requests == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_response_has_a_random_stream_of_its_own() -> None:
+    seeds = {request_seed(s, b, r, n) for s in range(3) for b in ("a", "b") for r in range(20) for n in range(8)}
+    assert len(seeds) == 3 * 2 * 20 * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_truncated_answers_and_verifier_errors_are_kept_apart() -> None:
+    class Fixed:
+        version = 0
+
+        def generate(self, requests, sampling):
+            return [
+                Rollout(as_ids([n]), as_floats([0]), "length" if n == 2 else "stop", 0) for n in range(len(requests))
+            ]
+
+    seen = []
+
+    def grade(items):
+        seen.extend(items)
+        return [
+            Verdict(1.0, "number", text) if text == "0" else Verdict(0.0, "limit", None, "timeout") for text, _ in items
+        ]
+
+    def run(**changes):
+        prompt = Prompt("u", as_ids([1]), ("0",), "p")
+        return evaluate(
+            Fixed(), {"b": [prompt]}, decode=lambda ids: str(ids[0]), grade=grade, samples=4, sampling=Sampling(),
+            max_tokens=5, **changes,
+        )  # fmt: skip
+
+    table = run().tables["b"]
+    assert [text for text, _ in seen] == ["0", "1", "3"]
+    assert (table["pass@1"], table["truncated"], table["errors"]) == (0.25, 0.25, 2)
+    seen.clear()
+    run(grade_truncated=True)
+    assert [text for text, _ in seen] == ["0", "1", "2", "3"]
+
+
+def test_comparison_is_paired_by_problem(whole, tmp_path) -> None:
+    directory, report = whole
+    better = fake.run(tmp_path / "better", fake.FakeBackend(skill=0.9))
+    comparisons = {c.benchmark: c for c in compare(directory, tmp_path / "better")}
+    assert list(comparisons) == ["easy", "hard", "Avg."]
+    easy = comparisons["easy"]
+    assert easy.a == pytest.approx(report.tables["easy"]["pass@1"])
+    assert easy.b == pytest.approx(better.tables["easy"]["pass@1"])
+    # the same streams: every response right at skill 0.6 is right at 0.9, so no paired difference is negative
+    assert 0 < easy.low < easy.difference < easy.high
+    unpaired = better.tables["easy"]["pass@1_high"] - report.tables["easy"]["pass@1_low"]
+    assert easy.high < unpaired
+    assert comparisons["Avg."].difference == pytest.approx((easy.difference + comparisons["hard"].difference) / 2)
+    same = compare(directory, directory)
+    assert all((c.difference, c.low, c.high) == (0, 0, 0) for c in same)
+
+
+def test_comparison_pairs_by_content_not_by_place(tmp_path) -> None:
+    def report(rewards: dict[str, float]):
+        from attnrl.evaluation import Report
+
+        return Report([Response("b", row, 0, p, ("1",), "", r, "number") for row, (p, r) in enumerate(rewards.items())])
+
+    report({"p": 1, "q": 0, "r": 1}).save(tmp_path / "a")
+    report({"r": 1, "p": 1, "q": 1}).save(tmp_path / "b")
+    report({"r": 1, "p": 1}).save(tmp_path / "c")
+    (comparison,) = compare(tmp_path / "a", tmp_path / "b")
+    assert (comparison.a, comparison.b) == (pytest.approx(2 / 3), 1)
+    # differences are 0, 1, 0: a resample's mean is a third of its draws of q, 0 with probability 8/27
+    assert (comparison.low, comparison.high) == (0.0, 1.0)
+    with pytest.raises(DataError, match="1 problems are in only one"):
+        compare(tmp_path / "a", tmp_path / "c")
+    with pytest.raises(DataError, match=r"no problems\.parquet there"):
+        compare(tmp_path / "a", tmp_path / "nowhere")
