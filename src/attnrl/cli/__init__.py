@@ -19,6 +19,7 @@ COMMANDS = {
     "score": "FCI, entropy and branch points of every step of stored responses",
     "verify": "grade a file of responses against reference answers",
     "warmup": "supervised warm-up of a small model on made-up task solutions",
+    "data": "report on data files: duplicates, conflicting answers, benchmark problems in them",
     "tasks": "write made-up reasoning tasks to a file",
     "report": "write the HTML report of a run directory",
     "config": "print the resolved config of a preset",
