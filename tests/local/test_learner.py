@@ -46,19 +46,25 @@ def tiny(kind: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.float32)
 
 
 def batch(count: int = 9, seed: int = 0, prompts: int = 3) -> list[Sample]:
+    """Samples as trees give them: one prompt per uid, and some responses that repeat the start of an earlier one."""
     rng = np.random.default_rng(seed)
-    samples = []
+    heads = [as_ids(rng.integers(0, VOCABULARY, int(rng.integers(2, 9)))) for _ in range(prompts)]
+    samples: list[Sample] = []
     for i in range(count):
-        p, t = int(rng.integers(2, 9)), int(rng.integers(3, 20))
-        mask = rng.random(t) < 0.7 if i % 3 == 1 else None
+        t = int(rng.integers(3, 20))
+        response = rng.integers(0, VOCABULARY, t)
+        if i >= prompts and i % 2:
+            trunk = samples[i - prompts].response
+            kept = min(t - 1, len(trunk) // 2)
+            response[:kept] = trunk[:kept]
         samples.append(
             Sample(
-                prompt=as_ids(rng.integers(0, VOCABULARY, p)),
-                response=as_ids(rng.integers(0, VOCABULARY, t)),
+                prompt=heads[i % prompts],
+                response=as_ids(response),
                 advantages=as_floats(rng.normal(size=t)),
                 logprobs=as_floats(-4 + rng.normal(size=t)),
                 uid=str(i % prompts),
-                mask=mask,
+                mask=rng.random(t) < 0.7 if i % 4 == 1 else None,
             )
         )
     return samples
@@ -110,6 +116,7 @@ def test_loss_and_gradients_equal_a_naive_loop(kind: str, options: LossOptions) 
     expected_loss, expected = naive_gradients(model, reference, samples, options, temperature=0.7)
     learner = Learner(model, reference, options=LearnerOptions(loss=options, temperature=0.7))
     metrics = learner.accumulate(samples, [list(range(9))])
+    assert metrics.forward_tokens < 0.9 * metrics.path_tokens  # shared prefixes ran once
     assert metrics.total("loss") / metrics.tokens == pytest.approx(expected_loss, abs=1e-5)
     close(gradients(model), expected)
 
@@ -120,10 +127,20 @@ def test_loss_and_gradients_equal_a_naive_loop(kind: str, options: LossOptions) 
         ([[i] for i in range(9)], {}),
         ([[8, 2, 5], [0, 1], [7, 3, 6, 4]], {}),
         ([[4, 3, 2, 1, 0, 8, 7, 6, 5]], {"pad_multiple": 64}),
+        ([list(range(9))], {"share_prefixes": False}),
+        ([[0, 1, 2, 3], [4, 5, 6, 7, 8]], {"share_prefixes": False, "pad_multiple": 32}),
         ([[0, 1, 2, 3], [4, 5, 6, 7, 8]], {"pad_multiple": 16, "logit_chunk_tokens": 5}),
         ([[0, 1, 2, 3, 4], [5, 6, 7, 8]], {"gradient_checkpointing": True, "logit_chunk_tokens": 7}),
     ],
-    ids=["one by one", "other order", "padded", "padded and chunked", "checkpointed"],
+    ids=[
+        "one by one",
+        "other order",
+        "padded",
+        "nothing shared",
+        "nothing shared, padded",
+        "padded and chunked",
+        "checkpointed",
+    ],
 )
 def test_cut_order_and_padding_do_not_matter(microbatches: list[list[int]], settings: dict[str, Any]) -> None:
     samples, reference = batch(), tiny(seed=1)

@@ -24,8 +24,8 @@ def test_pack_by_hand() -> None:
     assert p.ids_T.tolist() == [10, 11, 1, 2, 20]
     assert p.positions_T.tolist() == [0, 1, 2, 3, 0]
     assert p.lengths == (4, 1)
-    assert p.source_N.tolist() == [1, 2, 3, 4]
-    assert p.targets_N.tolist() == [1, 2, 3, 4]
+    assert p.source_U.tolist() == [1, 2, 3, 4]
+    assert p.targets_U.tolist() == [1, 2, 3, 4]
     assert p.advantages_N.tolist() == [1, 2, 3, 1]
     assert p.behaviour_N.tolist() == [-1, -2, -3, -1]
     assert p.counts == (3, 1)
@@ -34,7 +34,7 @@ def test_pack_by_hand() -> None:
 def test_filling_is_a_sequence_without_loss() -> None:
     p = pack([sample([10], [1, 2])], [0], "cpu", multiple=8)
     assert p.lengths == (2, 6)
-    assert p.source_N.max() < 2
+    assert p.source_U.max() < 2
 
 
 def test_a_sample_without_loss_tokens_has_nothing_to_read() -> None:

@@ -20,7 +20,8 @@ from attnrl.local.logprobs import pack_logprobs, packed_hidden, token_logprobs
 from attnrl.local.losses import LossOptions, LossSums, loss_sums
 from attnrl.local.models import is_lora, plain, without_adapters
 from attnrl.local.optimizer import MasterAdamW
-from attnrl.local.packing import Pack, fill_bins, input_length, pack, plan_minibatches
+from attnrl.local.packing import Pack, fill_bins, input_ids, input_length, pack, plan_minibatches
+from attnrl.local.shared import can_share, fill_shared_bins
 from attnrl.types import Sample
 
 Progress = Callable[[int, int], None]  # minibatches done, minibatches of this call
@@ -41,6 +42,7 @@ class LearnerOptions:
     minibatch_samples: int | None = None  # samples per update, instead of prompts (released code: 192)
     microbatch_tokens: int = 16384  # tokens per forward; a longer sample gets a forward of its own
     pad_multiple: int = 1  # microbatches are filled up to a multiple of this many tokens
+    share_prefixes: bool = True  # run over tokens that samples share once; exact, where the model attends fully
     logit_chunk_tokens: int | None = None  # tokens whose logits are held at once; None: by vocabulary, 512 MiB
     gradient_checkpointing: bool = False  # run layers again in backward instead of keeping activations
     temperature: float = 1.0  # of the sampler: log-probs are those of the distribution drawn from
@@ -79,6 +81,7 @@ class Learner:
             weight_decay=self.options.weight_decay,
             clip_norm=self.options.max_grad_norm,
         )
+        self.shares_prefixes = self.options.share_prefixes and can_share(plain(model))
         self.updates = 0  # optimizer steps made
         self.skipped = 0  # updates left out for a non-finite loss or gradient, in all
         self.skipped_in_a_row = 0
@@ -133,11 +136,16 @@ class Learner:
         self.skipped_in_a_row = state["skipped_in_a_row"]
 
     def _packs(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[list[int]]:
-        bins = fill_bins([input_length(samples[i]) for i in rows], self.options.microbatch_tokens)
+        budget = self.options.microbatch_tokens
+        if self.shares_prefixes:
+            bins = fill_shared_bins([input_ids(samples[i]) for i in rows], budget)
+        else:
+            bins = fill_bins([input_length(samples[i]) for i in rows], budget)
         return [[rows[i] for i in part] for part in bins]
 
     def _pack(self, samples: Sequence[Sample], rows: Sequence[int]) -> Pack:
-        return pack(samples, rows, self.device, multiple=self.options.pad_multiple)
+        multiple, share = self.options.pad_multiple, self.shares_prefixes
+        return pack(samples, rows, self.device, multiple=multiple, share_prefixes=share)
 
     def _logprobs(self, model: Any, microbatch: Pack) -> Tensor:
         chunk = self.options.logit_chunk_tokens
@@ -151,7 +159,7 @@ class Learner:
         for rows in (rows for packs in minibatches for rows in packs):
             microbatch = self._pack(samples, rows)
             parts = self._logprobs(self.model, microbatch).split(list(microbatch.counts))
-            old.update(zip(rows, parts, strict=True))
+            old.update(zip(microbatch.rows, parts, strict=True))
         return old
 
     def _reference_logprobs(self, microbatch: Pack) -> Tensor | None:
@@ -251,7 +259,8 @@ class UpdateMetrics:
     policy/skipped_updates     updates left out for a non-finite loss or gradient norm
     train/samples              samples used
     train/tokens               tokens that carried loss
-    train/forward_tokens       tokens the model read, prompts and filling included
+    train/path_tokens          tokens of the samples as the model reads them, prompts included
+    train/forward_tokens       tokens the model ran over: path_tokens less what samples share, plus filling
     train/microbatches         forward-backward passes
     """
 
@@ -262,12 +271,14 @@ class UpdateMetrics:
         self.skipped = 0
         self.tokens = 0
         self.forward_tokens = 0
+        self.path_tokens = 0
         self.microbatches = 0
 
     def add_microbatch(self, sums: LossSums, microbatch: Pack) -> None:
         self._add_sums(sums.sums, sums.ratio_max)
         self.tokens += microbatch.loss_tokens
         self.forward_tokens += microbatch.tokens
+        self.path_tokens += sum(microbatch.lengths[: len(microbatch.rows)])
         self.microbatches += 1
 
     def add(self, other: UpdateMetrics, norm: float) -> None:
@@ -276,6 +287,7 @@ class UpdateMetrics:
             self._add_sums(other.sums, other.ratio_max)
         self.tokens += other.tokens
         self.forward_tokens += other.forward_tokens
+        self.path_tokens += other.path_tokens
         self.microbatches += other.microbatches
         self.norms.append(norm)
 
@@ -302,6 +314,7 @@ class UpdateMetrics:
             "policy/skipped_updates": float(self.skipped),
             "train/samples": float(samples),
             "train/tokens": float(self.tokens),
+            "train/path_tokens": float(self.path_tokens),
             "train/forward_tokens": float(self.forward_tokens),
             "train/microbatches": float(self.microbatches),
         }

@@ -1,6 +1,6 @@
 """Log-probs of packed tokens without a full logits tensor.
 
-Shapes: T tokens of a pack, N tokens whose log-prob is wanted, C tokens of a chunk, D width, V vocabulary.
+Shapes: T tokens of a pack, N loss tokens, U predictions they need, C tokens of a chunk, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnrl.local.models import head_logits, plain
 from attnrl.local.packing import Pack
+from attnrl.local.shared import shared_attention
 from attnrl.scoring.packed import packed_attention
 
 CHUNK_ELEMENTS = 2**27  # of float32 logits held at once when no chunk size is given: 512 MiB
@@ -27,12 +28,13 @@ def chunk_tokens(vocabulary: int) -> int:
 
 @contextmanager
 def packed_hidden(model: Any, pack: Pack) -> Iterator[Tensor]:
-    """Last hidden states of a pack, each sequence seeing only itself. [T, D]
+    """Last hidden states of a pack, each sequence seeing only itself and its own prefix. [T, D]
 
     A context, because gradient checkpointing runs the layers again during `backward`: call it inside.
     """
     hf = plain(model)
-    with packed_attention(hf, pack.lengths):
+    attention = packed_attention(hf, pack.lengths) if pack.runs is None else shared_attention(hf, pack.runs)
+    with attention:
         out = hf.base_model(input_ids=pack.ids_T[None], position_ids=pack.positions_T[None], use_cache=False)
         yield out.last_hidden_state[0]
 
@@ -50,7 +52,7 @@ def token_logprobs(
 
     The head runs over `chunk` tokens at a time and again in `backward`, so that at most one chunk of logits exists.
     """
-    hidden_ND = hidden_TD[pack.source_N]
+    hidden_UD = hidden_TD[pack.source_U]
     size = chunk or chunk_tokens(plain(model).get_output_embeddings().weight.shape[0])
 
     def head(hidden_CD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,13 +64,16 @@ def token_logprobs(
             entropy_C = lse_C - (probabilities_CV * logits_CV).sum(-1)
         return logprobs_C, entropy_C
 
-    parts = list(zip(hidden_ND.split(size), pack.targets_N.split(size), strict=True))
+    parts = list(zip(hidden_UD.split(size), pack.targets_U.split(size), strict=True))
     recompute = torch.is_grad_enabled() and len(parts) > 1
     if recompute:
         results = [checkpoint(head, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
     else:
         results = [head(h, t) for h, t in parts]
-    return torch.cat([r[0] for r in results]), torch.cat([r[1] for r in results])
+    logprobs, entropy = torch.cat([r[0] for r in results]), torch.cat([r[1] for r in results])
+    if pack.expand_N is None:
+        return logprobs, entropy
+    return logprobs[pack.expand_N], entropy[pack.expand_N]
 
 
 def pack_logprobs(model: Any, pack: Pack, *, temperature: float = 1.0, chunk: int | None = None) -> Tensor:

@@ -1,40 +1,48 @@
-"""Samples to packed microbatches: rows laid end to end, no padding between them.
+"""Samples to packed microbatches: rows laid end to end, or their shared prefixes laid out once; no padding between.
 
-Shapes: T tokens of a pack, N of them predict a loss token.
+Shapes: T tokens of a pack, N loss tokens of its samples, U predictions (position and target) they need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from attnrl.types import Sample
+from attnrl.local.shared import Runs, end_to_end, make_trie, with_filling
+from attnrl.types import Ids, Sample, as_ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
     """One microbatch: sequences laid end to end, and which positions predict a token that carries loss.
 
-    Position `source_N[i]` of the pack predicts the token `targets_N[i]`, so no logits of other positions are needed.
+    Position `source_U[i]` of the pack predicts the token `targets_U[i]`, so no logits of other positions are needed.
+    With shared prefixes, `runs` says how the sequences lie in the pack, and loss tokens of several samples may come
+    from one prediction: `expand_N` says which.
     """
 
     ids_T: Tensor  # int64
     positions_T: Tensor  # int64, from 0 in each sequence
-    lengths: tuple[int, ...]  # of the sequences; they add up to T
-    source_N: Tensor  # int64, into T
-    targets_N: Tensor  # int64
+    lengths: tuple[int, ...]  # of the sequences; without shared prefixes they add up to T
+    source_U: Tensor  # int64, into T
+    targets_U: Tensor  # int64
     advantages_N: Tensor  # float32
     behaviour_N: Tensor  # float32, log-probs of the policy that drew each token
     rows: tuple[int, ...]  # which samples, in order
     counts: tuple[int, ...]  # loss tokens of each of these samples
+    runs: Runs | None = None
+    expand_N: Tensor | None = None  # int64, into U; None: one prediction per loss token, in order
 
     @property
     def tokens(self) -> int:
-        return sum(self.lengths)
+        """T: what the model runs over."""
+        return len(self.ids_T)
 
     @property
     def loss_tokens(self) -> int:
@@ -77,49 +85,58 @@ def fill_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def pack(samples: Sequence[Sample], rows: Sequence[int], device: torch.device | str, *, multiple: int = 1) -> Pack:
-    """The samples `rows`, end to end, on the device.
+def input_ids(sample: Sample) -> Ids:
+    """The tokens the model reads of a sample."""
+    return as_ids(np.concatenate([sample.prompt, sample.response])[: input_length(sample)])
+
+
+def pack(
+    samples: Sequence[Sample],
+    rows: Sequence[int],
+    device: torch.device | str,
+    *,
+    multiple: int = 1,
+    share_prefixes: bool = False,
+) -> Pack:
+    """The samples `rows` on the device, end to end, or sorted with each shared prefix laid out once.
 
     With `multiple` > 1 a last sequence without loss fills the pack up to a multiple of that many tokens: few
     different shapes reach the device. It is a sequence of its own, so it changes neither loss nor gradient.
     """
-    ids: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
-    sources: list[np.ndarray] = []
-    targets: list[np.ndarray] = []
-    advantages: list[np.ndarray] = []
-    behaviour: list[np.ndarray] = []
-    start = 0
-    for row in rows:
-        sample = samples[row]
-        offsets = loss_positions(sample)
-        length = input_length(sample)
-        ids.append(np.concatenate([sample.prompt, sample.response])[:length])
-        positions.append(np.arange(length))
-        sources.append(start + len(sample.prompt) + offsets - 1)
-        targets.append(sample.response[offsets])
-        advantages.append(sample.advantages[offsets])
-        behaviour.append(sample.logprobs[offsets])
-        start += length
-    lengths = [len(p) for p in positions]
-    if filler := -start % multiple:
-        ids.append(np.zeros(filler, dtype=np.int64))
-        positions.append(np.arange(filler))
-        lengths.append(filler)
+    sequences = [input_ids(samples[row]).astype(np.int64) for row in rows]
+    trie = make_trie(sequences) if share_prefixes else end_to_end(sequences)
+    rows = [rows[i] for i in trie.order]
+    chosen = [samples[row] for row in rows]
+    offsets = [loss_positions(sample) for sample in chosen]
+    if filling := -len(trie.ids_T) % multiple:
+        trie = with_filling(trie, filling)
+    paths = zip(trie.paths, chosen, offsets, strict=False)
+    source = np.concatenate([path[len(sample.prompt) + at - 1] for path, sample, at in paths])
+    targets = np.concatenate([s.response[at] for s, at in zip(chosen, offsets, strict=True)]).astype(np.int64)
+    expand = None
+    if share_prefixes:
+        pairs, expand = np.unique(np.stack([source, targets]), axis=1, return_inverse=True)
+        source, targets = pairs
 
-    def tensor(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device=device, dtype=dtype, non_blocking=True)
+    def tensor(array: NDArray[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype, non_blocking=True)
+
+    def values(name: str) -> Tensor:
+        parts = [getattr(s, name)[at] for s, at in zip(chosen, offsets, strict=True)]
+        return tensor(np.concatenate(parts), torch.float32)
 
     return Pack(
-        ids_T=tensor(ids, torch.int64),
-        positions_T=tensor(positions, torch.int64),
-        lengths=tuple(lengths),
-        source_N=tensor(sources, torch.int64),
-        targets_N=tensor(targets, torch.int64),
-        advantages_N=tensor(advantages, torch.float32),
-        behaviour_N=tensor(behaviour, torch.float32),
+        ids_T=tensor(trie.ids_T),
+        positions_T=tensor(trie.positions_T),
+        lengths=tuple(map(len, trie.paths)),
+        source_U=tensor(source),
+        targets_U=tensor(targets),
+        advantages_N=values("advantages"),
+        behaviour_N=values("logprobs"),
         rows=tuple(rows),
-        counts=tuple(len(t) for t in targets),
+        counts=tuple(map(len, offsets)),
+        runs=trie.runs(device) if share_prefixes else None,
+        expand_N=None if expand is None else tensor(expand.reshape(-1)),
     )
 
 
