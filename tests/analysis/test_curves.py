@@ -43,19 +43,33 @@ def test_clean_keeps_five_digits(value: float) -> None:
 
 def test_evaluations_stand_apart_from_curves() -> None:
     rows = [
-        {"iteration": 0.0, "eval/t/pass@1": 0.25, "eval/t/pass@1_low": 0.2, "eval/t/pass@1_high": 0.3},
+        {
+            "iteration": 0.0,
+            "eval/t/pass@1": 0.25,
+            "eval/t/pass@1_low": 0.2,
+            "eval/t/pass@1_high": 0.3,
+            "eval/t/mean_tokens": 8,
+        },
         {"iteration": 1.0, "policy/kl": float("nan"), "seconds/iteration": 2.0, "train/valid_tokens": 5.0},
         {"iteration": 2.0, "policy/kl": 0.5, "seconds/iteration": 2.0, "train/valid_tokens": 7.0}
-        | {"eval/t/pass@1": 0.5, "eval/a/b/pass@1": 1.0, "generate/total_tokens": 99.0},
+        | {"eval/t/pass@1": 0.5, "eval/a/b/pass@1": 1.0, "eval/t/pass@4": 0.75, "generate/total_tokens": 99.0},
     ]
     run = record(rows)
     assert benchmarks(run) == ["a/b", "t"]
     drawn = curves(run, 400)
     assert drawn["metrics"]["policy/kl"] == [None, None, 0.5]
-    assert not any(key.startswith("eval/") for key in drawn["metrics"])
+    assert [key for key in drawn["metrics"] if key.startswith("eval/")] == ["eval/t/pass@4"]
     held = drawn["held_out"][1]
     assert held["x"] == {"iteration": [0, 2], "tokens": [0, 99], "seconds": [0, 4]}
     assert (held["accuracy"], held["low"], held["high"]) == ([0.25, 0.5], [0.2, None], [0.3, None])
+    assert (held["length"], held["truncated"]) == ([8, None], [None, None])
     top = headline(run)
     assert (top["iterations"], top["planned"], top["seconds"], top["valid_tokens"]) == (2, 9, 4, 12)
     assert (top["generated_tokens"], top["model"], top["seed"]) == (99, "m", 4)
+
+
+def test_the_average_comes_first() -> None:
+    assert benchmarks(record([{"iteration": 0, "eval/aime24/pass@1": 0.1, "eval/average/pass@1": 0.1}])) == [
+        "average",
+        "aime24",
+    ]

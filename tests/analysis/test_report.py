@@ -155,7 +155,7 @@ def test_hostile_texts_stay_texts(tmp_path: Path, make_run: Callable[..., Path])
     visible = HOSTILE.replace("\x00", "\u2400")
     data = page.data
     assert data["forests"][0]["problem"] == visible
-    assert data["forests"][0]["trees"][0]["steps"][0]["text"] == visible
+    assert data["forests"][0]["trees"][0]["steps"][0][2] == visible
     assert data["runs"][0]["headline"]["about"] == HOSTILE
     assert HOSTILE in [h["benchmark"] for h in data["runs"][0]["held_out"]]
 
@@ -190,7 +190,7 @@ def test_unscored_steps(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     )
     Run(run).save_forests(1, [Forest(first.prompt, trees)], lambda ids: "x")
     data = Page(build_report([run])).data
-    assert {s["fci"] for t in data["forests"][0]["trees"] for s in t["steps"]} == {None}
+    assert {fci for t in data["forests"][0]["trees"] for _, fci, _ in t["steps"]} == {None}
     assert data["runs"][0]["fci"] is None
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from attnrl.analysis.records import RunRecord
 
-POINTS = 1200  # of one curve over all runs of a report, 400 at most a run: keeps the file small
+POINTS = 750  # of one curve over all runs of a report, 400 at most a run: keeps the file small
 HELD_OUT = re.compile(r"eval/(.+)/pass@1")
+SHOWN_APART = re.compile(r"eval/.+/(pass@1(_low|_high)?|length|mean_tokens|truncated|truncated_share)")
 Row = dict[str, float]
 
 
@@ -60,7 +61,7 @@ def curves(record: RunRecord, limit: int) -> dict[str, Any]:
     chosen = thinned(record.metrics, limit)
     whole = axes(record.metrics)
     x = {name: [clean(column[i]) for i in chosen] for name, column in whole.items()}
-    keys = sorted({key for row in record.metrics for key in row if not key.startswith("eval/")} - {"iteration"})
+    keys = sorted({key for row in record.metrics for key in row if not SHOWN_APART.fullmatch(key)} - {"iteration"})
     columns = {key: [clean(record.metrics[i].get(key)) for i in chosen] for key in keys}
     return {
         "x": x,
@@ -72,17 +73,18 @@ def curves(record: RunRecord, limit: int) -> dict[str, Any]:
 
 
 def benchmarks(record: RunRecord) -> list[str]:
-    """Names of what the run was evaluated on."""
+    """Names of what the run was evaluated on, their average first."""
     found = (HELD_OUT.fullmatch(key) for row in record.metrics for key in row)
-    return sorted({match.group(1) for match in found if match})
+    return sorted({match.group(1) for match in found if match}, key=lambda name: (name != "average", name))
 
 
 def _held_out(record: RunRecord, name: str, x: dict[str, list[float]]) -> dict[str, Any]:
     """The evaluations of one benchmark: accuracy with its 95 % interval, length, truncated share."""
     at = [i for i, row in enumerate(record.metrics) if f"eval/{name}/pass@1" in row]
+    rows = [record.metrics[i] for i in at]
 
-    def column(suffix: str) -> list[float | None]:
-        return [clean(record.metrics[i].get(f"eval/{name}/{suffix}")) for i in at]
+    def column(*names: str) -> list[float | None]:
+        return [clean(next((row[k] for n in names if (k := f"eval/{name}/{n}") in row), None)) for row in rows]
 
     return {
         "benchmark": name,
@@ -90,8 +92,8 @@ def _held_out(record: RunRecord, name: str, x: dict[str, list[float]]) -> dict[s
         "accuracy": column("pass@1"),
         "low": column("pass@1_low"),
         "high": column("pass@1_high"),
-        "length": column("length"),
-        "truncated": column("truncated_share"),
+        "length": column("length", "mean_tokens"),
+        "truncated": column("truncated_share", "truncated"),
     }
 
 

@@ -15,7 +15,7 @@ from attnrl.analysis.forests import Row, leaf_advantages, pick_forests, read_for
 from attnrl.analysis.records import RunRecord
 from attnrl.types import Floats, Tree
 
-FORESTS = 12  # shown in one report, over all runs
+FORESTS = (12, 4)  # shown in one report, over all runs: of short responses, and of long ones
 TEXT_BUDGET = 360_000  # characters of model output in one report
 BINS = 20
 # NUL and its kin would be dropped or mangled by a browser: show their pictures instead
@@ -23,11 +23,18 @@ VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 
 
 def forest_pages(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """The forests of a report, the most telling ones of each run's first and last iteration."""
-    pages = []
-    for number, record in enumerate(records):
-        picked = read_forests(pick_forests(record.forest_files, max(2, FORESTS // len(records))))
-        pages += [{"run": number, **forest_page(rows, record)} for rows in picked]
+    """The forests of a report, the most telling ones of each run's first and last iteration.
+
+    Where responses are long, fewer forests, so that what is left of each text after clipping can still be read.
+    """
+    pages: list[dict[str, Any]] = []
+    for count in FORESTS:
+        pages = []
+        for number, record in enumerate(records):
+            picked = read_forests(pick_forests(record.forest_files, max(2, count // len(records))))
+            pages += [{"run": number, **forest_page(rows, record)} for rows in picked]
+        if sum(len(text) for page in pages for text in _texts(page)) <= 2 * TEXT_BUDGET:
+            break
     budget = TEXT_BUDGET // max(len(pages), 1)
     return [clip_page(page, budget) for page in pages]
 
@@ -75,9 +82,9 @@ def tree_page(tree: Tree, rows: Sequence[Row], advantages: Sequence[Floats | Non
         }
         for i in range(len(cut.values))
     ]
-    steps = [
-        {"start": s.start, "stop": s.stop, "text": text, "fci": clean(float(y))}
-        for s, text, y in zip(tree.trunk.steps, trunk["step_texts"], tree.trunk.scores.fci, strict=True)
+    steps = [  # by position, not by name: there may be thousands
+        [step.start, clean(float(fci)), text]
+        for step, fci, text in zip(tree.trunk.steps, tree.trunk.scores.fci, trunk["step_texts"], strict=True)
     ]
     branches = [
         {
@@ -104,26 +111,36 @@ def _at(advantages: Floats | None, token: int) -> float | None:
 
 
 def clip_page(page: dict[str, Any], budget: int) -> dict[str, Any]:
-    """The page with its texts cut to `budget` characters in all, the longest ones first."""
-    texts = [page["problem"], *page["answers"]]
-    for tree in page["trees"]:
-        texts += [leaf["text"] for leaf in (*tree["steps"], *tree["branches"])]
-    limit = fair_limit([len(text) for text in texts], budget)
+    """The page with its texts cut to about `budget` characters, the longest ones first; steps get at most half of it,
+    so that their number does not crowd out the branches.
+    """
+    steps = [len(text) for tree in page["trees"] for _, _, text in tree["steps"]]
+    step_limit = fair_limit(steps, budget // 2)
+    used = sum(min(length, step_limit) for length in steps)
+    limit = fair_limit([len(text) for text in _texts(page)][len(steps) :], budget - used)
 
     def clipped(leaf: dict[str, Any]) -> dict[str, Any]:
-        return {**leaf, "text": clip(leaf["text"], limit)}
+        texts = {name: clip(leaf[name], limit) for name in ("text", "answer") if leaf.get(name)}
+        return {**leaf, **texts}
 
     trees = [
         {
-            **tree,
-            "answer": tree["answer"] and clip(tree["answer"], 200),
-            "steps": [clipped(step) for step in tree["steps"]],
-            "branches": [clipped({**b, "answer": b["answer"] and clip(b["answer"], 200)}) for b in tree["branches"]],
+            **clipped(tree),
+            "steps": [[start, fci, clip(text, step_limit)] for start, fci, text in tree["steps"]],
+            "branches": [clipped(branch) for branch in tree["branches"]],
         }
         for tree in page["trees"]
     ]
     answers = [clip(answer, limit) for answer in page["answers"]]
     return {**page, "problem": clip(page["problem"], limit), "answers": answers, "trees": trees}
+
+
+def _texts(page: dict[str, Any]) -> list[str]:
+    """Every text of a page: those of steps first."""
+    leaves = [leaf for tree in page["trees"] for leaf in (tree, *tree["branches"])]
+    others = [leaf[name] for leaf in leaves for name in ("text", "answer") if leaf.get(name)]
+    steps = [text for tree in page["trees"] for _, _, text in tree["steps"]]
+    return [*steps, page["problem"], *page["answers"], *others]
 
 
 def fair_limit(lengths: Sequence[int], budget: int) -> int:
@@ -144,14 +161,14 @@ def clip(text: str, limit: int) -> str:
     """The text with control characters made visible and, over the limit, its middle left out.
 
     >>> clip("abcdefghij", 5)
-    'abc […5 characters left out…] ij'
+    'abc [… 5 more …] ij'
     """
     text = text.translate(VISIBLE)
     if len(text) <= limit:
         return text
     tail = limit * 2 // 5
     left_out = len(text) - limit
-    return f"{text[: limit - tail]} […{left_out:,} characters left out…] {text[len(text) - tail :]}"
+    return f"{text[: limit - tail]} [… {left_out:,} more …] {text[len(text) - tail :]}"
 
 
 def fci_by_position(files: Sequence[Path]) -> dict[str, Any] | None:

@@ -16,8 +16,9 @@ const section = (title, note, ...kids) => el("section", {}, el("h2", {}, title),
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 const evaluated = (run) => run.held_out.filter((h) => h.accuracy.some((a) => a !== null));
 
-/** Accuracy before and after: of one benchmark with its intervals, of several their mean. */
-function change(held) {
+/** Accuracy before and after: of one benchmark, or of the logged average, with its intervals; else the mean of several. */
+function change(all) {
+  const average = all.find((h) => h.benchmark === "average"), held = average ? [average] : all;
   const ends = held.map((h) => ({ first: 0, last: h.accuracy.length - 1, h }));
   const one = held.length === 1 ? held[0] : null, n = one ? one.accuracy.length - 1 : 0;
   const interval = (i) => (one && one.low[i] !== null && one.high[i] !== null ? [one.low[i], one.high[i]] : null);
@@ -35,7 +36,8 @@ function delta(before, after) {
 function scoreView(run) {
   const held = evaluated(run);
   if (!held.length) return [el("p", { class: "interval" }, "No held-out evaluation on record.")];
-  const c = change(held), what = held.length === 1 ? `held-out accuracy on ${held[0].benchmark}` : `mean held-out accuracy of ${held.length} benchmarks`;
+  const c = change(held), count = held.filter((h) => h.benchmark !== "average").length;
+  const what = held.length === 1 ? `held-out accuracy on ${held[0].benchmark}` : `mean held-out accuracy of ${count} benchmarks`;
   if (!c.several) return [el("p", { class: "score num" }, el("span", { class: "big" }, percent(c.after))), el("p", { class: "interval" }, `${what}, one evaluation, after iteration ${c.at[1]}${c.high ? `; 95 % interval ${between(c.high)}` : ""}`)];
   const overlap = c.low && c.high ? (c.low[1] < c.high[0] || c.high[1] < c.low[0] ? "; they do not overlap" : "; they overlap") : "";
   return [
@@ -88,8 +90,9 @@ function heldOutView() {
   if (!names.length) return null;
   const of = (name, value, more) => () => runs.flatMap((run, i) => run.held_out.filter((h) => h.benchmark === name).map((h) => ({ run: i, name: run.name, x: h.x[view.axis], y: h[value], ...(more ? { low: h.low, high: h.high } : {}) })));
   const has = (name, value) => runs.some((run) => run.held_out.some((h) => h.benchmark === name && h[value].some((v) => v !== null)));
+  const layout = names.length === 1 ? "grid wide" : "grid";
   const plots = names.flatMap((name) => [
-    lineChart({ title: `${name}: accuracy`, note: "pass@1 with its 95 % interval", unit: "share", series: of(name, "accuracy", true), dots: true, tall: true }),
+    lineChart({ title: `${name}: accuracy`, note: "pass@1 with its 95 % interval", unit: "share", series: of(name, "accuracy", true), dots: true, tall: names.length === 1 }),
     names.length === 1 && has(name, "length") ? lineChart({ title: `${name}: response length`, note: "mean tokens, in evaluation", unit: "tokens", series: of(name, "length"), dots: true, tall: true }) : null,
   ]);
   const rows = runs.flatMap((run, i) => evaluated(run).map((h) => {
@@ -100,7 +103,7 @@ function heldOutView() {
   }));
   const table = el("div", { class: "card scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "Run"), el("th", {}, "Benchmark"), ["First", "Last", "Change", "Length", "Truncated"].map((t) => el("th", { class: "n" }, t)))), el("tbody", {}, rows)));
   return section("Held-out accuracy", "Problems never trained on, before, during and after training. Bands and brackets are 95 % intervals, by bootstrap over problems.",
-    el("div", { class: "grid wide" }, plots), rows.length > 1 || names.length > 1 ? el("div", { css: { "margin-top": "14px" } }, table) : null);
+    el("div", { class: layout }, plots), rows.length > 1 || names.length > 1 ? el("div", { css: { "margin-top": "14px" } }, table) : null);
 }
 
 function positionView() {

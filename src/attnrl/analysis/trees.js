@@ -48,7 +48,7 @@ function forestMap(forest, chosen, choose) {
       svg("rect", { class: "hit", x: 0, y: y - 2, width, height: high + 2, rx: 5 }),
       svg("text", { class: "name", x: 6, y: y + high / 2 + 3.5 }, `Tree ${number + 1}`));
     for (const step of tree.steps)
-      group.append(hover(svg("rect", { x: sx(step.start), y: y + 2, width: Math.max(sx(step.stop) - sx(step.start), 0.8), height: high - 11, css: { fill: step.fci === null ? "var(--grid)" : heat(step.fci / top), stroke: "var(--line)", "stroke-width": "0.6" } }),
+      group.append(hover(svg("rect", { x: sx(step.start), y: y + 2, width: Math.max(sx(step.stop) - sx(step.start), 0.8), height: high - 11, css: { fill: step.fci === null ? "var(--grid)" : heat(step.fci / top), stroke: "var(--line)", "stroke-width": sx(step.stop) - sx(step.start) > 4 ? "0.6" : "0" } }),
         () => [line(`tree ${number + 1}, step ${tree.steps.indexOf(step) + 1}${step.fci === null ? "" : ` · FCI ${digits(step.fci, 3)}`}`, "when"), line(oneLine(step.text), "clipped")]));
     for (const node of tree.nodes)
       group.append(hover(svg("rect", { x: sx(node.start), y: y + high - 8, width: Math.max(sx(node.stop) - sx(node.start) - 1, 1), height: 5, rx: 1.5, css: { fill: valueColour(node.value) } }),
@@ -184,6 +184,8 @@ function forestView(forest) {
 }
 
 function viewer(forests, runs) {
+  for (const tree of forests.flatMap((f) => f.trees))
+    tree.steps = tree.steps.map(([start, fci, text], i, all) => ({ start, fci, text, stop: i + 1 < all.length ? all[i + 1][0] : tree.tokens }));
   const last = Math.max(...forests.filter((f) => f.run === forests[0].run).map((f) => f.iteration));
   let current = forests.findIndex((f) => f.run === forests[0].run && f.iteration === last);
   const place = el("div", {});
