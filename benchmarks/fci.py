@@ -212,6 +212,7 @@ def correct(record: dict[str, Any]) -> None:
         {"heads": 4, "groups": 4, "head": 256, "dtype": "bfloat16"},
         {"heads": 4, "groups": 2, "head": 80, "dtype": "float16", "key_reduce": "sum"},
         {"heads": 4, "groups": 2, "head": 128, "dtype": "float32"},
+        {"heads": 4, "groups": 2, "head": 128, "dtype": "float32", "tile": Tile(64, 32, 4, 2, precision="tf32x3")},
         {"heads": 4, "groups": 2, "head": 256, "dtype": "float32", "window": 50},
         {"heads": 4, "groups": 2, "head": 64, "dtype": "bfloat16", "window": 100},
         {"heads": 4, "groups": 2, "head": 128, "dtype": "bfloat16", "softcap": 5.0, "window": 300},

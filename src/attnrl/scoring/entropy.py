@@ -22,14 +22,14 @@ def logits_head(model: torch.nn.Module) -> Any:
     divide = getattr(config, "logits_scaling", None)  # Granite
 
     def head_fn(hidden_NW: torch.Tensor) -> torch.Tensor:
-        logits_NV = head(hidden_NW).float()
+        logits_NV = head(hidden_NW)
         if multiply is not None:
             logits_NV = logits_NV * multiply
         if divide is not None:
             logits_NV = logits_NV / divide
         if cap is not None:
             logits_NV = torch.tanh(logits_NV / cap) * cap
-        return logits_NV
+        return logits_NV.float()
 
     return head_fn
 

@@ -1,0 +1,125 @@
+"""attnrl score on a tiny saved model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from attnrl.algo.branching import top_steps
+from attnrl.cli import run
+from attnrl.scoring import fci
+from attnrl.types import Step
+
+COLUMNS = ["row", "step", "start", "stop", "text", "fci", "entropy", "position_null", "branch_point"]
+CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer model with one token per character."""
+    path = tmp_path_factory.mktemp("model")
+    vocabulary = {"<unk>": 0, "<eos>": 1} | {c: i + 2 for i, c in enumerate(CHARACTERS)}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="<eos>")
+    tokenizer.save_pretrained(path)
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.4,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).float().save_pretrained(path)
+    return path
+
+
+STEPS = ["So a = 1.\n\n", "b = 2\n\n", "c = a + b\n\n", "that is 3.\n\n", "check\n\n", "yes, 3\n\n", "answer 3"]
+
+
+def write(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def call(model: Path, source: Path, *flags: str) -> int:
+    return run(["score", "--model", str(model), "--input", str(source), "--device", "cpu", *flags])
+
+
+def test_one_row_per_step(model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt, response = "a + b?", "".join(STEPS)
+    ids = [CHARACTERS.index(c) + 2 for c in prompt + response]
+    rows = [
+        {"prompt": prompt, "response": response},
+        {"prompt_ids": ids[: len(prompt)], "response_ids": ids[len(prompt) :]},
+        {"prompt": "hm", "response": "one step"},
+    ]
+    source, output = write(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
+    assert call(model_path, source, "--output", str(output), "--delta", "2") == 0
+    table = pq.read_table(output)
+    assert table.column_names == COLUMNS
+    got = table.to_pylist()
+    assert [r["row"] for r in got] == [0] * 7 + [1] * 7 + [2]
+    assert [r["step"] for r in got] == [*range(7), *range(7), 0]
+    ends = np.cumsum([len(step) for step in STEPS])
+    assert [(r["start"], r["stop"]) for r in got[:7]] == list(zip([0, *ends[:-1]], ends, strict=True))
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    spans = [(len(prompt) + r["start"], len(prompt) + r["stop"]) for r in got[:7]]
+    want = fci(model, ids, spans, delta=2)
+    assert np.allclose([r["fci"] for r in got[:7]], want, rtol=0, atol=1e-6)
+    assert want[0] > 0
+    assert got[14]["fci"] == 0.0
+    for a, b in zip(got[:7], got[7:14], strict=True):
+        assert {**a, "row": 1} == b
+    chosen = top_steps(want, [Step(r["start"], r["stop"]) for r in got[:7]])[:2]
+    points = [r["step"] for r in got[:7] if r["branch_point"]]
+    assert len(points) == 2
+    assert set(chosen) <= set(points)
+    first_two = np.mean([1 / (q + 1) for q in range(*spans[5])]) + np.mean([1 / (q + 1) for q in range(*spans[6])])
+    assert got[3]["position_null"] == pytest.approx(first_two, rel=1e-5)
+    assert all(0 < r["entropy"] < np.log(len(CHARACTERS) + 3) for r in got)
+    out = capsys.readouterr().out
+    assert "rank correlation of FCI with step position" in out
+    assert "3 responses, 15 steps" in out
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "a"}, "in.jsonl:2: field 'response' is missing"),
+        ({"prompt": "a", "response": ""}, "in.jsonl:2: the response is empty"),
+        ({"prompt": "a", "response": 3}, "in.jsonl:2: field 'response' must be text"),
+        ({"prompt": "a", "response_ids": [1.5]}, "in.jsonl:2: field 'response_ids' must be a list of token ids"),
+        ({"prompt": "a", "response_ids": [4, 5000]}, "in.jsonl:2: response token 5000 is outside"),
+        ([1], "in.jsonl:2: not a JSON object but list"),
+    ],
+)
+def test_a_bad_line_is_named(
+    row: object, said: str, model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", [{"prompt": "a", "response": "b"}, row])
+    assert call(model_path, source, "--output", str(tmp_path / "o.parquet")) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "o.parquet").exists()
+
+
+def test_bad_flags_are_named_before_anything_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "in.jsonl", [{"prompt": "a", "response": "b"}])
+    nowhere = tmp_path / "no" / "o.parquet"
+    for flags, said in (
+        (["--output", str(nowhere)], "no directory"),
+        (["--output", str(tmp_path / "o.parquet"), "--delta", "0"], "--delta must be at least 1"),
+        (["--output", str(tmp_path / "o.parquet"), "--top-fraction", "0"], "--top-fraction"),
+    ):
+        assert call(tmp_path / "no_model", source, *flags) == 2
+        assert said in capsys.readouterr().err
+    assert call(tmp_path / "no_model", tmp_path / "no.jsonl", "--output", str(tmp_path / "o.parquet")) == 2
+    assert "no such file" in capsys.readouterr().err

@@ -1,0 +1,45 @@
+"""The Triton kernels on small shapes, under Triton's interpreter, against dense float64 attention."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
+
+
+def test_small_grid_under_the_interpreter() -> None:
+    # A process of its own: Triton reads TRITON_INTERPRET when kernels are defined.
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, str(here / "kernel_grid.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 10
+    assert {row["head"] for row in rows} >= {16, 32, 64, 80, 128, 256}
+    for row in rows:
+        assert row["relative_error"] < 1e-5, row
+        assert row["relative_error_max"] < 1e-5, row
+        assert row["lse_error"] < 1e-5, row
+        assert row["norm"] > 0.1 or row["steps"] == 1, row
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; the interpreter test runs everywhere")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("head", [64, 128])
+def test_compiled_kernel_with_its_measured_tile(dtype: str, head: int) -> None:
+    from kernel_grid import run_case
+
+    row = run_case("cuda", lengths=[700, 33, 260], heads=6, groups=3, head=head, dtype=dtype, mean=12.0)
+    assert row["relative_error"] < 1e-5, row
+    assert row["norm"] > 0.1

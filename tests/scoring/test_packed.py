@@ -1,0 +1,125 @@
+"""Packed attention gives every sequence what it gets alone."""
+
+import numpy as np
+import pytest
+import torch
+from fci_oracle import CONFIGS, sinks_model, tiny
+
+from attnrl.errors import ConfigError
+from attnrl.scoring import packed
+from attnrl.scoring.packed import Pack, attend, attention_kind, packed_attention, packed_positions
+
+LENGTHS = [7, 1, 23, 14]
+
+
+def packed_ids(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 61, (1, n), generator=generator) for n in LENGTHS]
+
+
+def forward(model: torch.nn.Module, ids: list[torch.Tensor]) -> torch.Tensor:
+    return model(
+        input_ids=torch.cat(ids, 1), position_ids=packed_positions(LENGTHS), attention_mask=None, use_cache=False
+    ).logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_one_by_one(name: str) -> None:
+    model, ids = tiny(name), packed_ids()
+    with torch.no_grad():
+        want = torch.cat([model(input_ids=row, use_cache=False).logits for row in ids], 1)
+        with packed_attention(model, LENGTHS) as pack:
+            got = forward(model, ids)
+    assert (got - want).abs().max() < 2e-5 * want.abs().max()
+    assert pack.calls == 2
+    windowed = "window" in name
+    assert (packed.BLOCKS in pack.kinds) == windowed
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2_window_softcap"])
+def test_gradients_equal_one_by_one_under_checkpointing(name: str) -> None:
+    model, ids = tiny(name), packed_ids(1)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    want_loss = sum(model(input_ids=row, use_cache=False).logits.square().mean() for row in ids)
+    want = torch.autograd.grad(want_loss, weights)
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with packed_attention(model, LENGTHS) as pack:
+        parts = forward(model, ids).split(LENGTHS, 1)
+        got = torch.autograd.grad(sum(part.square().mean() for part in parts), weights)
+    assert pack.calls == 4, "each layer attends again in the backward pass"
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm() + 1e-6
+
+
+def test_long_sequences_cross_block_borders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "BLOCK", 8)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(30, n, 4, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
+    for window in (None, 1, 5, 100):
+        got, _, kind = attend(q, k, v, Pack((19, 11)), scale=0.7, window=window, softcap=2.0)
+        assert kind == packed.BLOCKS
+        for start, stop in ((0, 19), (19, 30)):
+            for t in range(start, stop):
+                left = start if window is None else max(start, t - window + 1)
+                for h in range(4):
+                    s = 2.0 * torch.tanh(k[left : t + 1, h // 2] @ q[t, h] * 0.7 / 2.0)
+                    assert torch.allclose(got[t, h], s.softmax(0) @ v[left : t + 1, h // 2], atol=1e-12)
+
+
+def test_collector_sees_every_layer_after_rotation() -> None:
+    model, seen = tiny("qwen3"), []
+
+    def collector(q, k, lse, *, scale, window, softcap):  # type: ignore[no-untyped-def]
+        seen.append((q.shape, k.shape, scale, window, softcap, torch.is_grad_enabled()))
+
+    with packed_attention(model, LENGTHS, collector=collector):
+        forward(model, packed_ids())
+    total = sum(LENGTHS)
+    assert seen == [((total, 4, 16), (total, 2, 16), 0.25, None, None, False)] * 2
+
+
+def test_nothing_is_left_behind_after_an_error() -> None:
+    model = tiny("llama")
+    with packed_attention(model, LENGTHS):
+        assert model.config._attn_implementation == packed.IMPLEMENTATION
+    with pytest.raises(ConfigError), packed_attention(model, LENGTHS):
+        model(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False)
+    assert model.config._attn_implementation == "eager"
+    assert not packed._ACTIVE
+
+
+def test_refusals_name_the_reason() -> None:
+    model = tiny("llama")
+    with pytest.raises(ConfigError, match="the pack has 45 tokens, the model got 5"), packed_attention(model, LENGTHS):
+        model(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False)
+    with pytest.raises(ConfigError, match="one row"), packed_attention(model, [5]):
+        model(input_ids=torch.ones(2, 5, dtype=torch.long), use_cache=False)
+    with pytest.raises(ConfigError, match="at least one token"), packed_attention(model, [5, 0]):
+        pass
+    with pytest.raises(ConfigError, match="attention sinks"), packed_attention(sink := sinks_model(), [5]):
+        sink(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False)
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ConfigError, match="linear_attention"), packed_attention(model, [5]):
+        pass
+    dropping = tiny("qwen2").train()
+    dropping.config.attention_dropout = 0.1
+    for block in dropping.model.layers:
+        block.self_attn.attention_dropout = 0.1
+    with pytest.raises(ConfigError, match="dropout"), packed_attention(dropping, [5]):
+        dropping(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False)
+
+
+def test_kinds_by_device_and_shape() -> None:
+    half, full = torch.bfloat16, torch.float32
+    assert attention_kind("cuda", half, 256, window=128) == packed.FLASH
+    assert attention_kind("cuda", half, 128, softcap=30.0) == packed.BLOCKS
+    assert attention_kind("cuda", half, 512) == packed.SDPA
+    assert attention_kind("cuda", half, 192, value_size=128) == packed.FLASH
+    assert attention_kind("cuda", full, 128) == packed.SDPA
+    assert attention_kind("cpu", full, 192, value_size=128) == packed.BLOCKS
+
+
+def test_positions_restart() -> None:
+    assert np.array_equal(packed_positions([1, 3])[0].numpy(), [0, 0, 1, 2])

@@ -1,0 +1,107 @@
+"""The scorer against full logits, and the parts it is made of."""
+
+import numpy as np
+import pytest
+import torch
+from fci_oracle import random_case, tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnrl.errors import DataError
+from attnrl.scoring import ScoreReport, fci, rank_correlation, score
+from attnrl.scoring.scorer import bins_by_budget
+from attnrl.types import ScoreRequest, Scores, Step, as_ids
+
+
+def request(rng: np.random.Generator, length: int) -> ScoreRequest:
+    ids, spans = random_case(rng, length)
+    prompt = spans[0][0]
+    return ScoreRequest(
+        as_ids(ids[:prompt]), as_ids(ids[prompt:]), tuple(Step(a - prompt, b - prompt) for a, b in spans)
+    )
+
+
+def full_logits(model: torch.nn.Module, row: ScoreRequest, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    ids = torch.from_numpy(np.concatenate([row.prompt, row.response])).long()[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(row.prompt) - 1 : -1].double() / temperature
+    log_p = logits.log_softmax(-1)
+    taken = log_p.gather(-1, torch.from_numpy(row.response).long()[:, None])[:, 0]
+    return taken.numpy(), -(log_p.exp() * log_p).sum(-1).numpy()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gemma2_window_softcap"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_equals_full_logits_and_fci_alone(name: str, temperature: float) -> None:
+    model, rng = tiny(name), np.random.default_rng(2)
+    rows = [request(rng, n) for n in (25, 60, 6, 41)]
+    report = ScoreReport()
+    got = score(model, rows, temperature=temperature, token_budget=70, chunk=7, report=report)
+    for row, scores in zip(rows, got, strict=True):
+        logprobs, entropy = full_logits(model, row, temperature)
+        assert np.abs(scores.logprobs - logprobs).max() < 5e-5
+        assert np.abs(scores.entropy - entropy).max() < 5e-5
+        spans = [(len(row.prompt) + s.start, len(row.prompt) + s.stop) for s in row.steps]
+        alone = fci(model, np.concatenate([row.prompt, row.response]), spans)
+        assert np.allclose(scores.fci, alone, rtol=0, atol=1e-6)
+        assert (scores.logprobs.dtype, scores.entropy.dtype, scores.fci.dtype) == (np.float32,) * 3
+    assert (report.packs, report.tokens) == (2, 132)
+    assert 0 < report.fci_seconds < report.seconds
+    assert report.metrics()["score/overhead"] == pytest.approx(
+        report.seconds / (report.seconds - report.fci_seconds) - 1
+    )
+    assert report.fci_kind == "torch_blocks"
+
+
+@given(st.integers(0, 10**6), st.integers(1, 200))
+def test_bins_hold_every_index_once_within_the_budget(seed: int, budget: int) -> None:
+    lengths = [int(n) for n in np.random.default_rng(seed).integers(1, 90, 12)]
+    bins = bins_by_budget(lengths, budget)
+    assert sorted(i for members in bins for i in members) == list(range(12))
+    assert all(len(members) == 1 or sum(lengths[i] for i in members) <= budget for members in bins)
+    firsts = [lengths[members[0]] for members in bins]
+    assert firsts == sorted(firsts, reverse=True)
+
+
+def test_token_budget_does_not_change_scores() -> None:
+    model, rng = tiny("qwen3"), np.random.default_rng(4)
+    rows = [request(rng, int(n)) for n in rng.integers(3, 50, 9)]
+    one_by_one, together = (score(model, rows, token_budget=budget) for budget in (1, 10_000))
+    for a, b in zip(one_by_one, together, strict=True):
+        for name in ("logprobs", "entropy", "fci"):
+            assert np.allclose(getattr(a, name), getattr(b, name), rtol=0, atol=2e-5)
+
+
+def test_mode_is_restored_and_fci_can_be_left_out() -> None:
+    model, row = tiny("qwen2").train(), request(np.random.default_rng(0), 30)
+    report = ScoreReport()
+    (plain,) = score(model, [row], fci=False, report=report)
+    assert model.training
+    assert not plain.fci.any()
+    assert report.fci_kind == "off"
+    assert report.overhead == 0
+    (scored,) = score(model.eval(), [row])
+    assert scored.fci.any()
+    assert np.array_equal(scored.logprobs, plain.logprobs)
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+def test_errors_and_no_requests() -> None:
+    model = tiny("qwen2")
+    assert score(model, []) == []
+    row = request(np.random.default_rng(0), 9)
+    with pytest.raises(DataError, match="request 1"):
+        score(model, [row, ScoreRequest(row.prompt, as_ids([]), ())])
+
+
+def test_one_step_response_scores_zero() -> None:
+    (got,) = score(tiny("qwen2"), [ScoreRequest(as_ids([5, 6]), as_ids([7, 8, 9]), (Step(0, 3),))])
+    assert isinstance(got, Scores)
+    assert got.fci.tolist() == [0.0]
+
+
+def test_rank_correlation_by_hand() -> None:
+    # ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4: 4.5 / sqrt(4.5 * 5)
+    got = rank_correlation(np.array([0.1, 0.5, 0.5, 0.9]), np.arange(4))
+    assert got == pytest.approx(4.5 / np.sqrt(4.5 * 5.0))
+    assert np.isnan(rank_correlation(np.ones(3), np.arange(3)))
