@@ -126,3 +126,4 @@ def test_golds_of_the_six_benchmarks_are_graded_as_right(tmp_path) -> None:
     assert {name: table["pass@1"] for name, table in results["benchmarks"].items()} == dict.fromkeys(SIX, 1.0)
     assert results["average"]["pass@1"] == 1.0
     assert results["benchmarks"]["amc23"]["mean_tokens"] is None  # the file does not say
+    assert results["benchmarks"]["amc23"]["truncated"] is None

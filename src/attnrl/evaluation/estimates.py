@@ -75,7 +75,7 @@ def summarize(
 
     For each k `pass@k`, its 95 % interval `pass@k_low` and `pass@k_high` by bootstrap over problems; then `truncated`
     (share of responses cut off by the length limit), `mean_tokens`, `problems` and `responses`. pass@1 is the mean over
-    problems of the share of right responses. `mean_tokens` is NaN where no lengths are known.
+    problems of the share of right responses. `truncated` and `mean_tokens` are NaN where nothing is known of them.
 
     >>> table = summarize([[1, 0], [1, 1]], [[False, True], [False, False]], [[10, 30], [20, 20]], ks=(1, 2))
     >>> table["pass@1"], table["pass@2"], table["truncated"], table["mean_tokens"]
@@ -88,13 +88,18 @@ def summarize(
         estimates = problem_estimates(rewards, k)
         low, high = interval(bootstrap_means(estimates, seed=seed, resamples=resamples))
         table |= {f"pass@{k}": float(np.mean(estimates)), f"pass@{k}_low": low, f"pass@{k}_high": high}
-    all_lengths = [n for row in lengths for n in row]
     return table | {
-        "truncated": float(np.mean([cut for row in truncated for cut in row])),
-        "mean_tokens": float(np.mean(all_lengths)) if all_lengths else math.nan,
+        "truncated": _mean(truncated),
+        "mean_tokens": _mean(lengths),
         "problems": float(len(rewards)),
         "responses": float(sum(map(len, rewards))),
     }
+
+
+def _mean(rows: Sequence[Sequence[float]]) -> float:
+    """The mean over all entries of all rows; NaN of none."""
+    entries = [entry for row in rows for entry in row]
+    return float(np.mean(entries)) if entries else math.nan
 
 
 def problem_estimates(rewards: Sequence[Sequence[float]], k: int) -> list[float]:

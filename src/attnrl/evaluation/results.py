@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from attnrl.errors import ConfigError, DataError
 from attnrl.evaluation.estimates import RESAMPLES, bootstrap_means, interval, problem_estimates, summarize
-from attnrl.types import content_hash
+from attnrl.types import Finish, content_hash
 
 PROBLEMS, RESPONSES, RESULTS, MARKDOWN, SETTINGS = (
     "problems.parquet",
@@ -51,7 +51,7 @@ class Response:
     rule: str
     answer: str | None = None
     error: str | None = None  # of the verifier, kept apart from "wrong"
-    finish: Literal["stop", "length"] = "stop"
+    finish: Finish | None = None  # None: not known
     tokens: int | None = None  # None: not known
 
     @property
@@ -102,7 +102,7 @@ class Report:
             )
         table = summarize(
             [[r.reward for r in rows] for rows in problems],
-            [[r.finish == "length" for r in rows] for rows in problems],
+            [[r.finish == "length" for r in rows if r.finish is not None] for rows in problems],
             [[r.tokens for r in rows if r.tokens is not None] for rows in problems],
             self.ks,
             seed=self.seed,
@@ -206,7 +206,7 @@ def table_rows(report: Report) -> list[list[str]]:
                 f"{table['problems']:.0f}",
                 f"{samples:.0f}" if samples.is_integer() else f"{samples:.1f}",
                 *(percent(table, k) for k in ks),
-                f"{100 * table['truncated']:.1f} %",
+                "-" if math.isnan(table["truncated"]) else f"{100 * table['truncated']:.1f} %",
                 "-" if math.isnan(table["mean_tokens"]) else f"{table['mean_tokens']:,.0f}",
                 f"{table['errors']:.0f}",
             ]

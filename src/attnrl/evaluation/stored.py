@@ -6,8 +6,8 @@ One row per response, in parquet, json or jsonl(.gz), with the columns
   benchmark  name of its table row; by default the file's name
   problem    the problem's text: rows with the same benchmark and problem are samples of one problem
   row        its number in the benchmark, instead of the text (or `id`, any label)
-  finish     "stop" or "length" (cut off by the length limit: counts as wrong)
-  tokens     its length
+  finish     "stop" or "length" (cut off by the length limit: counts as wrong); optional
+  tokens     its length; optional
 Without `gold`, the benchmark must be one of the known ones and `row` or `problem` must say which problem it is. Without
 problem, row and id, every line is a problem of its own.
 """
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 from attnrl.data.benchmarks import BENCHMARKS
 from attnrl.data.files import Row, iterate_rows
@@ -26,6 +26,7 @@ from attnrl.data.records import Record
 from attnrl.errors import DataError
 from attnrl.evaluation.results import Response
 from attnrl.evaluation.sampling import Grade
+from attnrl.types import Finish
 
 GOLD = ("gold", "answers", "answer", "ground_truth")
 LoadBenchmark = Callable[[str], Sequence[Record]]
@@ -37,7 +38,7 @@ def grade_stored(path: Path, grade: Grade, load: LoadBenchmark, *, grade_truncat
     `load` gives the records of a known benchmark, for rows without gold.
     """
     responses = read_stored(path, load)
-    graded = [i for i, r in enumerate(responses) if r.finish == "stop" or grade_truncated]
+    graded = [i for i, r in enumerate(responses) if r.finish != "length" or grade_truncated]
     verdicts = grade([(responses[i].response, responses[i].gold) for i in graded])
     for i, v in zip(graded, verdicts, strict=True):
         responses[i] = replace(responses[i], reward=v.reward, rule=v.rule, answer=v.answer, error=v.error)
@@ -78,13 +79,11 @@ def read_stored(path: Path, load: LoadBenchmark) -> list[Response]:
     return responses
 
 
-def _finish(line: Row) -> Literal["stop", "length"]:
-    finish = line.columns.get("finish") or "stop"
-    if finish == "stop":
-        return "stop"
-    if finish == "length":
-        return "length"
-    raise DataError(f"{line.where}: finish is {finish!r}; must be 'stop' or 'length'")
+def _finish(line: Row) -> Finish | None:
+    finish = line.columns.get("finish")
+    if finish not in (None, "stop", "length"):
+        raise DataError(f"{line.where}: finish is {finish!r}; must be 'stop' or 'length', or left out")
+    return cast("Finish | None", finish)
 
 
 def _texts(line: Row) -> list[str]:
