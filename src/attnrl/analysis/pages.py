@@ -16,7 +16,7 @@ from attnrl.analysis.records import RunRecord
 from attnrl.types import Floats, Tree
 
 FORESTS = (12, 4)  # shown in one report, over all runs: of short responses, and of long ones
-TEXT_BUDGET = 360_000  # characters of model output in one report
+TEXT_BUDGET = 450_000  # characters of model output in one report
 BINS = 20
 # NUL and its kin would be dropped or mangled by a browser: show their pictures instead
 VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}

@@ -6,7 +6,7 @@ const signed = (value) => (value === null ? "–" : `${value > 0 ? "+" : value <
 const valueColour = (value) => `color-mix(in oklab, var(${value < 0.5 ? "--bad" : "--good"}) ${Math.round(200 * Math.abs(value - 0.5))}%, var(--half))`;
 const heat = (share) => `color-mix(in srgb, var(--heat) ${Math.round(6 + 94 * share)}%, var(--card))`;
 const short = (text, n) => (text.length > n ? `${text.slice(0, n - 1)}…` : text);
-const trimmed = (text) => text.replace(/^\s*\n|\s+$/g, ""); // blank lines end most steps; they would only make gaps
+const trimmed = (text) => text.trim(); // blank lines end most steps; they would only make gaps
 const oneLine = (text) => text.replace(/\s+/g, " ").trim();
 
 function spread(tree) {
@@ -85,7 +85,7 @@ function forestMap(forest, chosen, choose) {
 
 /** FCI of every step of a trunk as bars, the steps that were branched marked. */
 function stepScores(tree) {
-  if (!tree.steps.some((s) => s.fci !== null)) return null;
+  if (!tree.steps.some((s) => s.fci)) return null; // not scored, or all steps nearer than Delta to the end
   const root = svg("svg", { role: "img", "aria-label": "FCI of each step of the trunk" });
   const branched = new Set(tree.branches.map((b) => stepOf(tree, b.point).step));
   const top = Math.max(...tree.steps.map((s) => s.fci || 0)) || 1;
