@@ -191,7 +191,8 @@ def _bar(total: int, shown: bool) -> Iterator[Callable[[Iterable[Response]], Non
         TimeRemainingColumn(),
     )
     done: list[bool] = []
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task("responses", total=total, right="")
 
         def advance(responses: Iterable[Response]) -> None:
