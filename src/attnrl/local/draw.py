@@ -116,7 +116,7 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tens
 
 
 def invert_cdf(probs_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """The first token whose cumulated probability exceeds `uniform` of the total, int64 [R]; never an impossible one."""
+    """First token whose cumulated probability exceeds `uniform` of the total, int64 [R]: never an impossible one."""
     cdf_RV = torch.cumsum(probs_RV, dim=-1)
     total_R = cdf_RV[:, -1]
     # u * total may round up to the total itself: stay below it, so that some token exceeds the target.
