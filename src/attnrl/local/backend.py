@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.progress import Progress, TaskID
 
 from attnrl import scoring
 from attnrl.config import Config
 from attnrl.errors import ConfigError, MissingFileError
 from attnrl.local.learner import Learner, LearnerOptions
 from attnrl.local.losses import LossOptions
-from attnrl.local.models import LoraOptions, add_lora, is_lora, load_model, plain, stop_token_ids
+from attnrl.local.models import LoraOptions, add_lora, is_lora, load_model, plain, quiet, stop_token_ids
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores
 
@@ -42,7 +44,7 @@ class BackendOptions:
     temperature: float = 1.0  # of the sampler: scores are those of the distribution drawn from
     score_tokens: int = 16384  # tokens per scoring forward
     fci: bool = True  # False: log-probs and entropy only, for rules that do not look at attention
-    progress: bool = False  # bars while sampling
+    progress: bool = False  # bars while sampling, scoring and updating
     release_sampler: bool = False  # give the sampler's cache back before each update, to save device memory
 
 
@@ -119,13 +121,20 @@ class LocalBackend:
             raise ConfigError("this backend was built without learner options: it can sample and score, not train")
         if self.options.release_sampler:
             self.sampler.release()
-        metrics = self.learner.update(samples, version=self.version)
+        with Progress(disable=not self.options.progress, transient=True) as bar:
+            task = bar.add_task("updating", total=None)
+            show = functools.partial(self._show, bar, task)
+            metrics = self.learner.update(samples, version=self.version, progress=show)
         self.version += 1
         metrics |= self._engine_metrics()
         if self.device.type == "cuda":
             metrics["device/peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
             torch.cuda.reset_peak_memory_stats(self.device)
         return metrics
+
+    @staticmethod
+    def _show(bar: Progress, task: TaskID, done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
 
     def _engine_metrics(self) -> dict[str, float]:
         """What sampler and scorer did since the last update; they start anew."""
@@ -174,13 +183,15 @@ class LocalBackend:
         model = self.model
         if is_lora(model):
             model = copy.deepcopy(model).merge_and_unload()
-        model.save_pretrained(path)
+        with quiet():
+            model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
 
     def _load_weights(self, path: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        saved = AutoModelForCausalLM.from_pretrained(path, dtype=next(self.model.parameters()).dtype)
+        with quiet():
+            saved = AutoModelForCausalLM.from_pretrained(path, dtype=next(self.model.parameters()).dtype)
         self.model.load_state_dict(saved.state_dict())
 
     def _load_adapter(self, path: Path) -> None:

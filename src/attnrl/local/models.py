@@ -146,6 +146,20 @@ def without_adapters(model: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' own progress bars: a checkpoint every few minutes would fill the console with them."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def head_logits(model: Any, hidden_ND: Tensor) -> Tensor:
     """Next-token logits of hidden states in float32, with the model's own scaling and soft cap. [N, V]"""
     hf = plain(model)

@@ -28,6 +28,7 @@ from attnrl.local.models import (
     pick_device,
     pick_dtype,
     prepare_model,
+    quiet,
     stop_token_ids,
 )
 from attnrl.local.optimizer import MasterAdamW
@@ -282,7 +283,8 @@ class Warmup:
         """Write model and tokenizer in Hugging Face format, and what they were made of to warmup.json."""
         exported = copy.deepcopy(self.model).to(torch.float32)
         exported.load_state_dict(self._float32_weights())
-        exported.to(DTYPES[self.options.save_dtype]).save_pretrained(path)
+        with quiet():
+            exported.to(DTYPES[self.options.save_dtype]).save_pretrained(path)
         self.tokenizer.save_pretrained(path)
         record = {
             "task": asdict(self.recipe.spec),
