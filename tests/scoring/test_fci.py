@@ -139,7 +139,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["qwen2", "gemma2_window_softcap"])
 def test_no_square_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("attnrl.scoring.fci")  # the package's name for it is the function
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 4 * 700 * 4)
+    monkeypatch.setattr(module, "BLOCK_ROWS", 4)
     monkeypatch.setattr("attnrl.scoring.packed.BLOCK", 4)
     model = tiny(name)
     sizes = []

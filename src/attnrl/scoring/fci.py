@@ -17,7 +17,8 @@ from attnrl.scoring.packed import masked_scores, packed_attention, packed_positi
 from attnrl.scoring.plan import KeyReduce, Plan, Span, make_plan
 from attnrl.types import Floats
 
-BLOCK_ELEMENTS = 1 << 24  # scores held at once by the blockwise path: 64 MiB of float32
+BLOCK_ROWS = 128  # queries at a time on the blockwise path, fewer where ...
+BLOCK_ELEMENTS = 1 << 24  # ... their scores would be more than this: 64 MiB of float32
 TRITON, TORCH_BLOCKS = "triton", "torch_blocks"
 
 
@@ -91,7 +92,7 @@ def step_scores(
         if not live.size:
             continue
         k_HTD = k_TKD[start:stop].transpose(0, 1).to(wide).repeat_interleave(heads // k_TKD.shape[1], 0)
-        rows = max(1, BLOCK_ELEMENTS // (heads * (stop - start)))
+        rows = max(1, min(BLOCK_ROWS, BLOCK_ELEMENTS // (heads * (stop - start))))
         earliest = int(plan.qmin_T[plan.step_S[first, 0]])  # no query before it counts for any key
         for low in range(earliest, stop, rows):
             high = min(low + rows, stop)
