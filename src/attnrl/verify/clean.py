@@ -108,7 +108,9 @@ def clean(text: str) -> str:
     text = text.replace("\x1f", "\\\\")
     text = text.replace("**", "^") if re.search(r"\w\s*\*\*\s*[\w(]", text) else text.replace("**", "")
     text = _SPEED.sub("", text.strip().rstrip("."))
-    return text.strip(_TRAILING) if text.strip()[:1] not in "." else text.strip().rstrip(_TRAILING)
+    if not text.strip("{} "):
+        return ""
+    return text.rstrip(_TRAILING) if text[:1] == "." else text.strip(_TRAILING)
 
 
 def string_key(cleaned: str) -> str:

@@ -82,7 +82,7 @@ def _root(parser: Parser, name: str) -> Node:
 def _digit_argument(parser: Parser, *, single: bool = False) -> Node:
     """The argument of \\frac or \\sqrt: a group, or one token; \\frac12 takes one digit at a time."""
     token = parser.peek()
-    if single and token.kind == "num" and len(token.value) > 1:
+    if single and token.kind == "num" and token.value[0].isdigit() and token.value[1:].isdigit():
         first, rest = token.value[0], token.value[1:]
         parser.tokens[parser.at] = Token("num", rest, False)
         return number(first)

@@ -305,9 +305,11 @@ def _infinite(node: Node) -> int | None:
 
 
 def _same_ratio(gold: Node, answer: Node) -> bool | None:
-    """a : b equals ka : kb."""
+    """a : b equals ka : kb; with a zero in it, it is a time of day."""
     if len(gold.args) != len(answer.args):
         return False
+    if any(part.kind == "num" and part.value == 0 for part in gold.args + answer.args):
+        return _all_same(gold.args, answer.args)
     pairs = list(zip(gold.args, answer.args, strict=True))
     crosses = [same_value(Node("mul", (pairs[0][0], b)), Node("mul", (pairs[0][1], a))) for a, b in pairs[1:]]
     return False if False in crosses else (None if None in crosses else True)

@@ -16,7 +16,7 @@ from functools import lru_cache
 from attnrl.verify.clean import clean, string_key, text_key
 from attnrl.verify.compare import same
 from attnrl.verify.parse import parse
-from attnrl.verify.tokens import NUMBER_WORDS, LimitError, ParseError
+from attnrl.verify.tokens import INFINITE, NUMBER_WORDS, WORDS_AS_NAMES, LimitError, ParseError
 from attnrl.verify.tree import Node
 
 RULES = {
@@ -25,6 +25,7 @@ RULES = {
 }  # fmt: skip
 _GROUPED = re.compile(r"\d,\d{3}(?!\d)|\d \d{3}(?!\d)")
 _CHOICE = re.compile(r"\(?([A-Ja-j])(?:\)|[.:](?=\s)|\)\s*[.:])\s*\S")
+_BARE_WORD = re.compile(r"[A-Z]{2,}|[A-Za-z]{4,}|[A-Z][a-z]+|no|yes|odd|all|any")  # not a product of variables
 _WORD = re.compile(r"\\text\s*\{[^{}]*[A-Za-z]|(?<![\\A-Za-z])[A-Za-z]{2,}")
 _SAFE = re.compile(r"[A-Za-z0-9\s\\{}\[\]()^_+\-*/=<>|,.;:!'&]{1,400}")
 _SYMBOLIC_TEXT = re.compile(r"\\(?:text|mathrm|mbox|operatorname)|__|(?<![\\A-Za-z])[A-Za-z]{4,}")
@@ -63,7 +64,8 @@ def read(text: str) -> Reading:
     problem: str | None = None
     if words in NUMBER_WORDS:
         cleaned = str(NUMBER_WORDS.index(words))
-    letters = re.fullmatch(r"[A-Z]{2,}|[A-Za-z]{4,}|[A-Z][a-z]+", words_only(cleaned))
+    bare = words_only(cleaned)
+    letters = bare not in WORDS_AS_NAMES | INFINITE and _BARE_WORD.fullmatch(bare)
     try:
         if letters:
             trees.append(Node("text", value=words))
@@ -108,7 +110,7 @@ def decide(answer: str, gold: str) -> Decision:
     """The decision for one gold by rules 1 to 3.
 
     >>> decide("0.5", r"\\frac{1}{2}")
-    Decision(right=True, rule='number', error=None)
+    Decision(right=True, rule='value', error=None)
     """
     left, right = read(gold), read(answer)
     if not left.cleaned:
@@ -146,7 +148,18 @@ def _by_value(gold: Reading, answer: Reading) -> Decision:
 
 def may_be_symbolic(reading: Reading) -> bool:
     """Whether a text may be shown to the symbolic grader: plain LaTeX mathematics of moderate size, no words."""
-    return _SAFE.fullmatch(reading.cleaned) is not None and not _SYMBOLIC_TEXT.search(reading.cleaned)
+    text = reading.cleaned
+    return _balanced(text) and _SAFE.fullmatch(text) is not None and not _SYMBOLIC_TEXT.search(text)
+
+
+def _balanced(text: str) -> bool:
+    """Whether every brace that opens closes: nothing may leave the box it is shown in."""
+    depth = 0
+    for mark in re.findall(r"\\[{}]|[{}]", text):
+        depth += (mark == "{") - (mark == "}")
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def decide_any(answer: str, golds: Sequence[str]) -> tuple[Decision, list[str]]:

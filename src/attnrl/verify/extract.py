@@ -136,7 +136,8 @@ def _boxed_answer(text: str) -> Extraction | None:
 def _from_sentence(sentence: str) -> str | None:
     """The one value a closing sentence states: its only formula or number, or the one after its last "is"."""
     sentence = sentence.strip().rstrip(".!*_ \t")
-    after = _COPULA.sub("", sentence, count=1).strip(" *_")
+    copula = _COPULA.match(sentence)
+    after = sentence[copula.end() if copula else 0 :].strip(" *_")
     for part in (after, sentence):
         maths = [next(group for group in m.groups() if group) for m in _MATH.finditer(part)]
         plain = _MATH.sub(" ", part)

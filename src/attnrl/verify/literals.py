@@ -21,7 +21,7 @@ def literal(parser: Parser, token: Token) -> Node:
     if "." in text and parser.is_cmd("overline"):
         return _repeating(parser, text)
     node = number(text)
-    if "." in text or node.args:
+    if not text.isdigit():
         return node
     fraction = _mixed_part(parser)
     if fraction is None:

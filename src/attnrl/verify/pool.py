@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 START_LIMIT = 120.0  # seconds a worker may take to import its libraries
-TRIES = 2  # a worker that was killed by somebody else costs one
+TRIES = 2  # of one question; a worker that somebody else killed meanwhile costs one
+STARTS = 4  # of one worker, before its question is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,9 @@ class Process:
     def start(self) -> None:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([root, *(p for p in (os.environ.get("PYTHONPATH"),) if p)])
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+        # a fixed hash seed: what sympy finds may depend on the order of its sets
+        fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+        environment = os.environ | fixed | {"PYTHONPATH": path}
         self.buffer = b""
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "attnrl.verify.worker", str(self.memory_mb), str(self.timeout)],
@@ -59,11 +62,22 @@ class Process:
             self.kill()
             raise WorkerGoneError("a verifier worker did not start")
 
+    def ready(self) -> None:
+        """Sees to it that a worker runs; WorkerGoneError where none can be started."""
+        if self.popen is not None and self.popen.poll() is None:
+            return
+        for tries_left in reversed(range(STARTS)):
+            self.kill()
+            try:
+                self.start()
+                return
+            except WorkerGoneError:
+                if not tries_left:
+                    raise
+
     def ask(self, answer: str, golds: Sequence[str]) -> Reply:
         """The worker's reply within the wall limit; on timeout the process is killed."""
-        if self.popen is None or self.popen.poll() is not None:
-            self.kill()
-            self.start()
+        self.ready()
         assert self.popen is not None
         assert self.popen.stdin is not None
         self.asked += 1

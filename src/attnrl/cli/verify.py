@@ -1,0 +1,130 @@
+"""attnrl verify: grade a file of responses against reference answers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from attnrl.errors import DataError, MissingFileError
+from attnrl.types import Verdict
+from attnrl.verify import Verifier
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Grade a file of responses against reference answers.
+
+    Each line of the input is a JSON object with `response` (text) and `gold` (text, or a list of alternatives). The
+    output repeats the row's fields, without the response, and adds `reward`, `rule`, `answer` and `error`. An error
+    (a timeout, an empty gold) is no evidence that the answer is wrong: the summary counts it apart.
+
+    Example: attnrl verify responses.jsonl --output verdicts.jsonl
+    """
+
+    file: Annotated[Path, tyro.conf.Positional]
+    """JSON lines, plain or .gz, with the fields response and gold."""
+    output: Path | None = None
+    """Where the verdicts go, one JSON object a line; default: FILE with .verdicts.jsonl at its end."""
+    workers: int | None = None
+    """Worker processes for the symbolic grader; default: one a core, four at most."""
+    timeout: float = 5.0
+    """Seconds of wall clock for one answer in a worker; it is killed then."""
+    memory_mb: int = 2048
+    """Address space of one worker in MiB."""
+    disagreements: Path | None = None
+    """Log here (JSON lines) every answer on which our rules and math-verify differ; slow: both grade everything."""
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; DataError names file:row where one cannot be graded."""
+    if not path.is_file():
+        raise MissingFileError(f"{path}: no such file; give a .jsonl or .jsonl.gz file")
+    rows = []
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    rows.append(_row(f"{path}:{number}", line))
+    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}: not a readable {'gzip' if path.suffix == '.gz' else 'UTF-8'} file ({error})"
+        ) from error
+    if not rows:
+        raise DataError(f"{path}: no rows")
+    return rows
+
+
+def _row(where: str, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not a JSON object ({error.msg} at column {error.colno})") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: not a JSON object but {type(row).__name__}; write {{'response': ..., 'gold': ...}}")
+    for key in ("response", "gold"):
+        if key not in row:
+            raise DataError(f"{where}: field {key!r} is missing; the fields are response and gold")
+    if not isinstance(row["response"], str):
+        raise DataError(f"{where}: field 'response' must be text, not {type(row['response']).__name__}")
+    golds = row["gold"] if isinstance(row["gold"], list) else [row["gold"]]
+    if not all(isinstance(gold, str) for gold in golds):
+        raise DataError(f"{where}: field 'gold' must be text or a list of texts")
+    return row
+
+
+def write_verdicts(path: Path, rows: Sequence[dict[str, Any]], verdicts: Sequence[Verdict]) -> None:
+    """One line a row: its fields without the response, and the verdict."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for row, verdict in zip(rows, verdicts, strict=True):
+            kept = {key: value for key, value in row.items() if key != "response"}
+            said = {"reward": verdict.reward, "rule": verdict.rule, "answer": verdict.answer, "error": verdict.error}
+            file.write(json.dumps(kept | said) + "\n")
+
+
+def summary(verdicts: Sequence[Verdict], seconds: float) -> Table:
+    """What came out, as a table: right, wrong, errors by kind, the rules that decided, throughput."""
+    table = Table("what", "answers", "share", title="verdicts")
+    total = len(verdicts)
+
+    def add(name: str, count: int) -> None:
+        table.add_row(name, str(count), f"{count / total:.1%}")
+
+    right = sum(v.reward == 1.0 for v in verdicts)
+    errors = Counter(v.error for v in verdicts if v.error)
+    add("right", right)
+    add("wrong", total - right - sum(errors.values()))
+    for kind, count in sorted(errors.items()):
+        add(f"error: {kind}", count)
+    table.add_section()
+    for rule, count in Counter(v.rule for v in verdicts).most_common():
+        add(f"by rule: {rule}", count)
+    table.add_section()
+    table.add_row("answers a second", f"{total / seconds:.0f}", "")
+    return table
+
+
+def main(argv: list[str]) -> int:
+    options = tyro.cli(Options, args=argv, prog="attnrl verify")
+    rows = read_rows(options.file)
+    output = options.output or options.file.with_name(f"{options.file.name}.verdicts.jsonl")
+    started = time.perf_counter()
+    with Verifier(options.workers, options.timeout, options.memory_mb, disagreements=options.disagreements) as verifier:
+        verdicts = verifier.grade([(row["response"], row["gold"]) for row in rows], progress=len(rows) > 1000)
+    seconds = time.perf_counter() - started
+    write_verdicts(output, rows, verdicts)
+    console = Console()
+    console.print(summary(verdicts, seconds))
+    console.print(f"verdicts in {output}", highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,85 @@
+"""attnrl verify: verdicts, summary and its messages for bad rows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from attnrl.cli import run
+
+ROWS = [
+    {"id": 1, "response": r"so \boxed{\frac{1}{2}}", "gold": "0.5"},
+    {"id": 2, "response": r"so \boxed{3}", "gold": ["4", "5"]},
+    {"id": 3, "response": r"so \boxed{3}", "gold": ""},
+    {"id": 4, "response": r"so \boxed{9^{9^{9^{9}}}}", "gold": "3"},
+]
+
+
+def _write(path: Path, rows: list[object]) -> Path:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+@pytest.mark.parametrize("name", ["responses.jsonl", "responses.jsonl.gz"])
+def test_verdicts_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    source = _write(tmp_path / name, list(ROWS))
+    output = tmp_path / "out" / "verdicts.jsonl"
+    assert run(["verify", str(source), "--output", str(output)]) == 0
+    verdicts = [json.loads(line) for line in output.read_text().splitlines()]
+    assert verdicts == [
+        {"id": 1, "gold": "0.5", "reward": 1.0, "rule": "number", "answer": r"\frac{1}{2}", "error": None},
+        {"id": 2, "gold": ["4", "5"], "reward": 0.0, "rule": "number", "answer": "3", "error": None},
+        {"id": 3, "gold": "", "reward": 0.0, "rule": "empty_gold", "answer": None, "error": "empty_gold"},
+        {"id": 4, "gold": "3", "reward": 0.0, "rule": "limit", "answer": "9^{9^{9^{9}}}", "error": "limit"},
+    ]
+    table = capsys.readouterr().out
+    counts = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in table.splitlines() if "│" in line}
+    assert (counts["right"], counts["wrong"], counts["error: empty_gold"], counts["error: limit"]) == (
+        "1",
+        "1",
+        "1",
+        "1",
+    )
+    assert counts["by rule: number"] == "2"
+
+
+def test_the_output_stands_beside_the_input_by_default(tmp_path: Path) -> None:
+    source = _write(tmp_path / "a.jsonl", ROWS[:1])
+    assert run(["verify", str(source)]) == 0
+    assert len((tmp_path / "a.jsonl.verdicts.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"response": "x"}', "bad.jsonl:2: field 'gold' is missing"),
+        ('{"gold": "x"}', "bad.jsonl:2: field 'response' is missing"),
+        ('{"response": 3, "gold": "x"}', "bad.jsonl:2: field 'response' must be text, not int"),
+        ('{"response": "x", "gold": [3]}', "bad.jsonl:2: field 'gold' must be text or a list of texts"),
+        ("[1, 2]", "bad.jsonl:2: not a JSON object but list"),
+        ("{nonsense", "bad.jsonl:2: not a JSON object"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
+    source = tmp_path / "bad.jsonl"
+    source.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n")
+    assert run(["verify", str(source)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "bad.jsonl.verdicts.jsonl").exists()
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", str(tmp_path / "none.jsonl")]) == 2
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert run(["verify", str(tmp_path / "empty.jsonl")]) == 2
+    (tmp_path / "plain.jsonl.gz").write_text("{}")
+    assert run(["verify", str(tmp_path / "plain.jsonl.gz")]) == 2
+    said = capsys.readouterr().err
+    assert "no such file" in said
+    assert "empty.jsonl: no rows" in said
+    assert "not a readable gzip file" in said
