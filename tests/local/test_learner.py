@@ -269,6 +269,36 @@ def test_lora_trains_adapters_against_the_base() -> None:
     assert all(torch.equal(frozen[k], v) for k, v in before.items())
 
 
+def test_attention_that_masks_wrongly_is_found_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: runs that see only the first keys of their path, as a mask aligned to the first key gives."""
+    honest = torch.Tensor.tril
+    monkeypatch.setattr(torch.Tensor, "tril", lambda mask, _: honest(mask, 0))
+    options = LearnerOptions(loss=LossOptions(kl_weight=0.0), minibatch_prompts=None, lr=1e-3)
+    found, apart = tiny(), tiny()
+    learner = Learner(found, options=options)
+    with pytest.warns(RuntimeWarning, match="shared prefixes"):
+        metrics = learner.update(batch(), version=0)
+    assert metrics["train/forward_tokens"] == metrics["train/path_tokens"]
+    Learner(apart, options=dataclasses.replace(options, share_prefixes=False)).update(batch(), version=0)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), apart.parameters(), strict=True))
+
+
+def test_updates_on_several_threads_are_repeatable() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        results = []
+        for _ in range(3):
+            model = tiny()
+            options = LearnerOptions(loss=LossOptions(kl_weight=0.0), lr=1e-3, minibatch_prompts=None)
+            Learner(model, options=options).update(batch(120), version=0)
+            results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
 def test_a_kl_weight_needs_a_reference() -> None:
     with pytest.raises(ConfigError, match="kl_weight"):
         Learner(tiny())

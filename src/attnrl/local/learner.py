@@ -6,6 +6,7 @@ Shapes: N loss tokens of a microbatch.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from attnrl.local.packing import Pack, fill_bins, input_ids, input_length, pack,
 from attnrl.local.shared import can_share, fill_shared_bins
 from attnrl.types import Sample
 
+SHARING_GAP = {torch.float32: 1e-3}  # mean gap of log-probs, nats, that rounding can explain ...
+HALF_GAP = 0.1  # ... and in half precision; a wrong mask on a trained model makes several times as much
 Progress = Callable[[int, int], None]  # minibatches done, minibatches of this call
 
 
@@ -82,6 +85,7 @@ class Learner:
             clip_norm=self.options.max_grad_norm,
         )
         self.shares_prefixes = self.options.share_prefixes and can_share(plain(model))
+        self.checked_sharing = not self.shares_prefixes
         self.updates = 0  # optimizer steps made
         self.skipped = 0  # updates left out for a non-finite loss or gradient, in all
         self.skipped_in_a_row = 0
@@ -102,6 +106,8 @@ class Learner:
             rng=rng,
         )
         minibatches = [self._packs(samples, [rows[i] for i in part]) for part in plan]
+        if minibatches and not self.checked_sharing and not self._sharing_is_exact(samples, minibatches[0][0]):
+            return self.update(samples, version=version, progress=progress)
         old = self._old_logprobs(samples, minibatches)
         metrics = UpdateMetrics()
         for done, packs in enumerate(minibatches, start=1):
@@ -150,6 +156,25 @@ class Learner:
     def _logprobs(self, model: Any, microbatch: Pack) -> Tensor:
         chunk = self.options.logit_chunk_tokens
         return pack_logprobs(model, microbatch, temperature=self.options.temperature, chunk=chunk)
+
+    def _sharing_is_exact(self, samples: Sequence[Sample], rows: Sequence[int]) -> bool:
+        """Whether log-probs with shared prefixes equal those without, on the first microbatch of this learner.
+
+        Kernels differ in how they mask fewer queries than keys; a wrong one would train on nonsense without a sign.
+        """
+        shared = self._pack(samples, rows)
+        apart = pack(samples, shared.rows, self.device)
+        gap = (self._logprobs(self.model, shared) - self._logprobs(self.model, apart)).abs().mean().item()
+        self.checked_sharing = True
+        allowed = SHARING_GAP.get(next(self.model.parameters()).dtype, HALF_GAP)
+        if gap <= allowed or not math.isfinite(gap):
+            return True
+        self.shares_prefixes = False
+        message = (
+            f"shared prefixes changed log-probs by {gap:.3f} on average on this device; updates go on without them"
+        )
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return False
 
     def _old_logprobs(self, samples: Sequence[Sample], minibatches: list[list[list[int]]]) -> dict[int, Tensor]:
         """The learner's log-probs before the first step, by sample; empty unless importance weights need them."""

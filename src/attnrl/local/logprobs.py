@@ -52,7 +52,8 @@ def token_logprobs(
 
     The head runs over `chunk` tokens at a time and again in `backward`, so that at most one chunk of logits exists.
     """
-    hidden_UD = hidden_TD[pack.source_U]
+    # index_select, not indexing: its backward adds in a fixed order, so that runs on several threads are repeatable
+    hidden_UD = hidden_TD.index_select(0, pack.source_U)
     size = chunk or chunk_tokens(plain(model).get_output_embeddings().weight.shape[0])
 
     def head(hidden_CD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +74,7 @@ def token_logprobs(
     logprobs, entropy = torch.cat([r[0] for r in results]), torch.cat([r[1] for r in results])
     if pack.expand_N is None:
         return logprobs, entropy
-    return logprobs[pack.expand_N], entropy[pack.expand_N]
+    return logprobs.index_select(0, pack.expand_N), entropy.index_select(0, pack.expand_N)
 
 
 def pack_logprobs(model: Any, pack: Pack, *, temperature: float = 1.0, chunk: int | None = None) -> Tensor:

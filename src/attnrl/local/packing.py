@@ -115,8 +115,8 @@ def pack(
     targets = np.concatenate([s.response[at] for s, at in zip(chosen, offsets, strict=True)]).astype(np.int64)
     expand = None
     if share_prefixes:
-        pairs, expand = np.unique(np.stack([source, targets]), axis=1, return_inverse=True)
-        source, targets = pairs
+        pairs, expand = np.unique(source << 32 | targets, return_inverse=True)
+        source, targets = pairs >> 32, pairs & 0xFFFFFFFF
 
     def tensor(array: NDArray[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype, non_blocking=True)
@@ -136,7 +136,7 @@ def pack(
         rows=tuple(rows),
         counts=tuple(map(len, offsets)),
         runs=trie.runs(device) if share_prefixes else None,
-        expand_N=None if expand is None else tensor(expand.reshape(-1)),
+        expand_N=None if expand is None else tensor(expand),
     )
 
 
