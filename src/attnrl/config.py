@@ -60,8 +60,8 @@ class TaskConfig(Section):
     """Chance that a computation of a solution first goes wrong and is corrected by a check."""
     plan_entries: int = Field(3, ge=1)
     """Quantities per step of a solution's plan."""
-    wording: Literal["sentences", "list"] = "sentences"
-    """How problems read; a list costs a third fewer prompt tokens."""
+    wording: Literal["sentences", "list", "equations"] = "sentences"
+    """How problems read; equations are quoted word for word by the solutions, which is easiest for small models."""
     kinds: tuple[Literal["more", "fewer", "times", "plus", "minus"], ...] = ("more", "fewer", "times", "plus", "minus")
     """Operations in use."""
     names: int = Field(40, ge=2, le=40)

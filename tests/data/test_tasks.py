@@ -19,6 +19,7 @@ from attnrl.verify import Verifier
 SPECS = {
     "default": TaskSpec(),
     "list": TaskSpec(wording="list", modulus=11, operations=(2, 6), distractors=(0, 2)),
+    "equations": TaskSpec(wording="equations", modulus=11, operations=(2, 8), checks=(1, 3)),
     "plain counts": TaskSpec(modulus=None, sides=(0, 2), slips=0.1),
     "long": TaskSpec(operations=(15, 20), sides=(0, 3), checks=(0, 6), slips=0.05, givens=4, distractors=(2, 6)),
     "short": TaskSpec(operations=(1, 3), modulus=10, names=12, kinds=("more", "fewer"), sides=(0, 0)),
@@ -36,6 +37,12 @@ FORMS = (  # read independently of the generator: pattern, then names of its gro
     (r"- (\w+): (\d+) times (\w+)\n", "name value first *"),
     (r"- (\w+): (\w+) plus (\w+)\n", "name first second +"),
     (r"- (\w+): (\w+) minus (\w+)\n", "name first second -"),
+    (r"- (\w+) = (\d+)\n", "name value"),
+    (r"- (\w+) = (\w+) \+ (\d+)\n", "name first value +"),
+    (r"- (\w+) = (\w+) - (\d+)\n", "name first value -"),
+    (r"- (\w+) = (\w+) \* (\d+)\n", "name first value *"),
+    (r"- (\w+) = ([a-z]+) \+ ([a-z]+)\n", "name first second +"),
+    (r"- (\w+) = ([a-z]+) - ([a-z]+)\n", "name first second -"),
 )
 
 
@@ -147,8 +154,8 @@ def test_ten_thousand_solutions_grade_as_right() -> None:
     with Verifier(workers=1) as verifier:
         verdicts = verifier.grade([(task.solution, [task.answer]) for task in tasks])
         wrong = verifier.grade([(task.solution, [str(int(task.answer) + 1)]) for task in tasks[:200]])
-    assert len(verdicts) == 10_000
-    assert sum(verdict.reward for verdict in verdicts) == 10_000
+    assert len(verdicts) == len(tasks) >= 10_000
+    assert all(verdict.reward == 1.0 for verdict in verdicts)
     assert not any(verdict.reward for verdict in wrong)
 
 

@@ -64,4 +64,5 @@ def run(argv: list[str]) -> int:
 
 
 def entry() -> None:
+    sys.path.insert(0, "")  # parts of the user's own, named package.module:function, may lie in the current folder
     sys.exit(run(sys.argv[1:]))

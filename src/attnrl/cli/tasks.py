@@ -37,7 +37,7 @@ class TaskFlags:
     """Chance that a computation of a solution first goes wrong and is corrected by a check."""
     plan_entries: int = 3
     """Quantities per step of a solution's plan."""
-    wording: Literal["sentences", "list"] = "sentences"
+    wording: Literal["sentences", "list", "equations"] = "sentences"
     """How problems read; a list costs fewer prompt tokens."""
     kinds: tuple[Kind, ...] = ("more", "fewer", "times", "plus", "minus")
     """Operations in use."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from attnrl.errors import ConfigError
 from attnrl.types import content_hash
 
 Kind = Literal["more", "fewer", "times", "plus", "minus"]
+Wording = Literal["sentences", "list", "equations"]
 
 # fmt: off
 NAMES: tuple[str, ...] = (
@@ -48,7 +49,7 @@ class TaskSpec:
     checks: tuple[int, int] = (0, 2)  # re-computations of an earlier count in the solution
     slips: float = 0.0  # chance that a computation first goes wrong and is corrected by a check
     plan_entries: int = 3  # quantities per step of the plan
-    wording: Literal["sentences", "list"] = "sentences"  # a list costs a third fewer prompt tokens
+    wording: Wording = "sentences"  # equations are quoted word for word by the solution: easiest for small models
     kinds: tuple[Kind, ...] = KINDS  # operations in use
     names: int = len(NAMES)  # size of the vocabulary of names, at most 40
 
@@ -65,8 +66,8 @@ class TaskSpec:
             raise ConfigError(f"slips = {self.slips}: must be at least 0 and below 1")
         if self.plan_entries < 1 or self.givens < 0:
             raise ConfigError("plan_entries must be at least 1 and givens at least 0")
-        if self.wording not in ("sentences", "list"):
-            raise ConfigError(f"wording = {self.wording!r}: must be 'sentences' or 'list'")
+        if self.wording not in get_args(Wording):
+            raise ConfigError(f"wording = {self.wording!r}: must be one of {', '.join(get_args(Wording))}")
         if not self.kinds or set(self.kinds) - set(KINDS) or not {"more", "fewer"} <= set(self.kinds):
             raise ConfigError(f"kinds = {self.kinds}: must hold 'more' and 'fewer', and only {', '.join(KINDS)}")
         if self.sides[1] and not {"plus", "minus"} & set(self.kinds):

@@ -38,6 +38,15 @@ LINES: dict[str, str] = {
     "plus": "- {name}: {first} plus {second}",
     "minus": "- {name}: {first} minus {second}",
 }
+EQUATIONS: dict[str, str] = {
+    "given": "- {name} = {value}",
+    "more": "- {name} = {first} + {value}",
+    "fewer": "- {name} = {first} - {value}",
+    "times": "- {name} = {first} * {value}",
+    "plus": "- {name} = {first} + {second}",
+    "minus": "- {name} = {first} - {second}",
+}
+WORDINGS: dict[str, dict[str, str]] = {"sentences": SENTENCES, "list": LINES, "equations": EQUATIONS}
 MODULUS = "All counts are modulo {modulus}."
 QUESTION = "How many {name} are there?"
 TEST_BUCKETS = 16  # one problem in this many belongs to the test split
@@ -156,7 +165,7 @@ def as_records(spec: TaskSpec, split: Split, count: int, seed: int = 0, source: 
 
 def write_problem(spec: TaskSpec, graph: Graph, rng: random.Random) -> str:
     """The definitions in random order, and the question."""
-    templates = SENTENCES if spec.wording == "sentences" else LINES
+    templates = WORDINGS[spec.wording]
     opening = [] if spec.modulus is None else [MODULUS.format(modulus=spec.modulus)]
     body = [
         templates[q.kind or "given"].format(
