@@ -13,6 +13,7 @@ import torch
 
 from attnrl.scoring.fci_launch import LayerSums, row_lse
 from attnrl.scoring.fci_triton import Tile
+from attnrl.scoring.head_triton import row_stats
 from attnrl.scoring.plan import Plan, make_plan
 
 SMALL = Tile(32, 16, 4, 1)
@@ -118,6 +119,23 @@ def run_case(
     }
 
 
+def run_head_case(device: str, dtype: str, vocabulary: int, temperature: float) -> dict[str, object]:
+    """Largest errors of the fused log-probs and entropy against float64; one token has logit -inf."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (torch.randn(5, vocabulary, generator=generator) * 6).to(getattr(torch, dtype)).to(device)
+    logits[:, 3] = float("-inf")
+    targets = torch.randint(4, vocabulary, (5,), generator=generator).to(device)
+    logprobs, entropy = row_stats(logits, targets, temperature)
+    log_p = (logits.double() / temperature).log_softmax(-1)
+    want = -torch.where(log_p.isinf(), 0.0, log_p.exp() * log_p).sum(-1)
+    return {
+        "head_kernel": dtype,
+        "logprob_error": float((logprobs - log_p.gather(-1, targets[:, None])[:, 0]).abs().max()),
+        "entropy_error": float((entropy - want).abs().max()),
+        "entropy": float(want.mean()),
+    }
+
+
 SMALL_GRID: list[dict[str, object]] = [
     {"lengths": [50, 7, 33], "heads": 4, "groups": 2, "head": 32},
     {"lengths": [61], "heads": 2, "groups": 1, "head": 64, "dtype": "bfloat16"},
@@ -127,11 +145,13 @@ SMALL_GRID: list[dict[str, object]] = [
     {"lengths": [66], "heads": 2, "groups": 2, "head": 32, "window": 40, "softcap": 1.5},
     {"lengths": [52, 1, 2], "heads": 3, "groups": 3, "head": 80, "softcap": 5.0, "dtype": "bfloat16"},
     {"lengths": [90], "heads": 2, "groups": 1, "head": 32, "mean": 0.4, "gaps": True},
-    {"lengths": [48], "heads": 2, "groups": 1, "head": 32, "tile": Tile(32, 16, 4, 1, tma=True)},
+    {"lengths": [48], "heads": 2, "groups": 1, "head": 32, "tile": Tile(16, 32, 4, 1)},
     {"lengths": [30], "heads": 2, "groups": 1, "head": 16, "mean": 30.0},
 ]
 
 if __name__ == "__main__":
     for case in SMALL_GRID:
         print(json.dumps(run_case("cpu", **{"tile": SMALL, **case})), flush=True)  # type: ignore[arg-type]
+    for dtype, vocabulary, temperature in (("float32", 61, 1.0), ("bfloat16", 9000, 0.6)):
+        print(json.dumps(run_head_case("cpu", dtype, vocabulary, temperature)), flush=True)
     sys.exit(0)

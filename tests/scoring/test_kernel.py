@@ -24,6 +24,11 @@ def test_small_grid_under_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
+    head_rows = [rows.pop() for _ in range(2)]
+    for row in head_rows:
+        assert row["logprob_error"] < 2e-5, row
+        assert row["entropy_error"] < 2e-5, row
+        assert row["entropy"] > 0.5, row
     assert len(rows) == 10
     assert {row["head"] for row in rows} >= {16, 32, 64, 80, 128, 256}
     for row in rows:

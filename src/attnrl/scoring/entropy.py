@@ -5,23 +5,24 @@ Shapes: N positions, W model width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-CHUNK_ELEMENTS = 1 << 27  # logits held at once: 512 MiB of float32
+CHUNK_BYTES = 1 << 29  # of the head's output held at once
 
 
-def logits_head(model: torch.nn.Module) -> Any:
-    """A function from hidden states [N, W] to float32 logits [N, V], with the model's own soft-cap or scaling."""
+def logits_head(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function from hidden states [N, W] to logits [N, V] in the model's dtype, with its own scaling and soft-cap."""
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     head, config = inner.get_output_embeddings(), inner.config.get_text_config()
-    cap = getattr(config, "final_logit_softcapping", None)
     multiply = getattr(config, "logit_scale", None)  # Cohere
     divide = getattr(config, "logits_scaling", None)  # Granite
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
 
-    def head_fn(hidden_NW: torch.Tensor) -> torch.Tensor:
+    def logits(hidden_NW: torch.Tensor) -> torch.Tensor:
         logits_NV = head(hidden_NW)
         if multiply is not None:
             logits_NV = logits_NV * multiply
@@ -29,9 +30,21 @@ def logits_head(model: torch.nn.Module) -> Any:
             logits_NV = logits_NV / divide
         if cap is not None:
             logits_NV = torch.tanh(logits_NV / cap) * cap
-        return logits_NV.float()
+        return logits_NV
 
-    return head_fn
+    return logits
+
+
+def stats_of(logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each target and entropy of each row, [N] each, in float32; fused on CUDA, plain torch elsewhere."""
+    if logits_NV.is_cuda:
+        from attnrl.scoring.head_triton import row_stats  # triton is only there with CUDA builds of torch
+
+        return row_stats(logits_NV, targets_N, temperature)
+    log_p_NV = F.log_softmax(logits_NV.float() / temperature, -1)
+    chosen_N = log_p_NV.gather(-1, targets_N[:, None])[:, 0]
+    # p log p is 0 where p is 0, also for tokens with logit -inf
+    return chosen_N, torch.special.entr(log_p_NV.exp()).sum(-1)
 
 
 def logprobs_and_entropy(
@@ -47,17 +60,14 @@ def logprobs_and_entropy(
     Call it without gradients: the learner has its own form with a backward pass.
     """
     head = logits_head(model)
-    vocabulary = int(cast(Any, model).get_output_embeddings().weight.shape[0])
-    rows = chunk or max(1, min(2048, CHUNK_ELEMENTS // vocabulary))
-    logprobs, entropies = [], []
-    for start in range(0, len(targets_N), rows):
-        logits_NV = head(hidden_NW[start : start + rows])
-        if temperature != 1.0:
-            logits_NV = logits_NV / temperature
-        log_p_NV = F.log_softmax(logits_NV, -1)
-        logprobs.append(log_p_NV.gather(-1, targets_N[start : start + rows, None])[:, 0])
-        # p log p is 0 where p is 0, also for tokens with logit -inf
-        entropies.append(torch.special.entr(log_p_NV.exp()).sum(-1))
-    if not logprobs:
+    inner: Any = model
+    row_bytes = int(inner.get_output_embeddings().weight.shape[0]) * hidden_NW.element_size()
+    rows = chunk or max(1, min(4096, CHUNK_BYTES // row_bytes))
+    parts = [
+        stats_of(head(hidden_NW[at : at + rows]), targets_N[at : at + rows], temperature)
+        for at in range(0, len(targets_N), rows)
+    ]
+    if not parts:
         return hidden_NW.new_zeros(0).float(), hidden_NW.new_zeros(0).float()
+    logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)

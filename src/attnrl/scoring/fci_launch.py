@@ -120,13 +120,11 @@ class LayerSums:
         table = self.table(tile.keys, window)
         if not len(table):
             return self._sums_HP[:, :total]
-        tma = tile.tma and head == max(16, triton.next_power_of_2(head)) and _tma_ready(q_THD)
-        query: Any = _descriptor(q_THD, tile.queries) if tma else q_THD
         options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
         if tile.registers and not interpreting():
             options["maxnreg"] = tile.registers
         _column_sums[(heads, len(table))](
-            query,
+            q_THD,
             k_TKD,
             self._bias_HP,
             self._qmin_T,
@@ -147,8 +145,6 @@ class LayerSums:
             BN=tile.keys,
             WINDOW=window is not None,
             SOFTCAP=softcap is not None,
-            TMA=tma,
-            POLY=tile.poly and not interpreting(),
             PRECISION=tile.precision,
             UPCAST=interpreting(),  # the interpreter multiplies the bits of bfloat16
             **options,
@@ -201,19 +197,6 @@ class LayerSums:
         best = min(times, key=times.__getitem__)
         _remember(key, best)
         return best
-
-
-def _tma_ready(q_THD: torch.Tensor) -> bool:
-    """Rows of all heads lie side by side and 16-byte aligned, as the tensor memory accelerator wants them."""
-    side_by_side = q_THD.stride(1) == q_THD.shape[2]
-    return bool(side_by_side and q_THD.stride(0) * q_THD.element_size() % 16 == 0 and q_THD.data_ptr() % 16 == 0)
-
-
-def _descriptor(q_THD: torch.Tensor, rows: int) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    total, heads, head = q_THD.shape
-    return TensorDescriptor(q_THD, [total, heads * head], [q_THD.stride(0), 1], [rows, head])
 
 
 def row_lse(

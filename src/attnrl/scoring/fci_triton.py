@@ -29,48 +29,8 @@ class Tile:
     queries: int = 64  # queries of one loop turn
     warps: int = 8
     stages: int = 3
-    tma: bool = False  # load queries by tensor memory accelerator (Hopper and later)
     registers: int = 0  # limit per thread, so that two programs fit a multiprocessor; 0: none
-    poly: bool = False  # one exponential in four as a polynomial, off the special-function unit
     precision: str = "ieee"  # of products of float32 inputs
-
-
-@triton.jit
-def _exp2(x, POLY: tl.constexpr):
-    if POLY:
-        # Four values at a time: three on the special-function unit, one as 2^n * poly4(f), |f| <= 1/2,
-        # relative error 3e-6. Values below 2^-126 become that instead of 0.
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .f32 x, n, f, p;
-            .reg .b32 b, e;
-            ex2.approx.ftz.f32 $0, $4;
-            ex2.approx.ftz.f32 $1, $5;
-            ex2.approx.ftz.f32 $2, $6;
-            max.ftz.f32 x, $7, 0fC2FC0000;
-            add.ftz.f32 n, x, 0f4B400000;
-            mov.b32 e, n;
-            add.ftz.f32 n, n, 0fCB400000;
-            sub.ftz.f32 f, x, n;
-            fma.rn.ftz.f32 p, f, 0f3C1CCBEA, 0f3D650A20;
-            fma.rn.ftz.f32 p, p, f, 0f3E76036D;
-            fma.rn.ftz.f32 p, p, f, 0f3F31706E;
-            fma.rn.ftz.f32 p, p, f, 0f3F7FFFF4;
-            shl.b32 e, e, 23;
-            mov.b32 b, p;
-            add.s32 b, b, e;
-            mov.b32 $3, b;
-            }
-            """,
-            "=f,=f,=f,=f,f,f,f,f",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return tl.exp2(x)
 
 
 @triton.jit
@@ -91,8 +51,6 @@ def _probabilities(
     BM: tl.constexpr,
     EDGE: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    TMA: tl.constexpr,
-    POLY: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -104,16 +62,13 @@ def _probabilities(
         bias = tl.load(BIAS + h * T + offs_m, mask=live, other=-float("inf"))
     else:
         bias = tl.load(BIAS + (h * T + m) + tl.arange(0, BM))
-    if TMA:
-        q = Q.load([m, h * D])
+    rows = Q + h * sqh + offs_m[:, None] * sqt + offs_d[None, :]
+    if EDGE:
+        q = tl.load(rows, mask=live[:, None] & (offs_d < D)[None, :], other=0.0)
+    elif D == BD:
+        q = tl.load(rows)
     else:
-        rows = Q + h * sqh + offs_m[:, None] * sqt + offs_d[None, :]
-        if EDGE:
-            q = tl.load(rows, mask=live[:, None] & (offs_d < D)[None, :], other=0.0)
-        elif D == BD:
-            q = tl.load(rows)
-        else:
-            q = tl.load(rows, mask=(offs_d < D)[None, :], other=0.0)
+        q = tl.load(rows, mask=(offs_d < D)[None, :], other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -121,9 +76,9 @@ def _probabilities(
         # tanh(z) = 1 - 2 / (exp(2 z) + 1); scale2 already holds scale * log2(e)
         e = tl.exp2(s * (2.0 * scale2 / softcap))
         s = (1.0 - 2.0 / (e + 1.0)) * (softcap * 1.4426950408889634)
-        return _exp2(s + bias[None, :], POLY)
+        return tl.exp2(s + bias[None, :])
     else:
-        return _exp2(s * scale2 + bias[None, :], POLY)
+        return tl.exp2(s * scale2 + bias[None, :])
 
 
 @triton.jit
@@ -149,8 +104,6 @@ def _column_sums(
     BN: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    TMA: tl.constexpr,
-    POLY: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -196,8 +149,6 @@ def _column_sums(
             BM,
             True,
             SOFTCAP,
-            TMA,
-            POLY,
             PRECISION,
             UPCAST,
         )
@@ -224,8 +175,6 @@ def _column_sums(
             BM,
             False,
             SOFTCAP,
-            TMA,
-            POLY,
             PRECISION,
             UPCAST,
         )

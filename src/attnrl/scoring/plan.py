@@ -59,37 +59,38 @@ def make_plan(
     if key_reduce not in ("mean", "sum"):
         raise DataError(f"key_reduce must be 'mean' or 'sum'; got {key_reduce!r}")
     total = int(sum(lengths))
-    qmin = np.zeros(total, np.int32)
+    qmin = np.repeat(np.cumsum(lengths, dtype=np.int64), lengths).astype(np.int32)
     weight = np.zeros(total, np.float32)
-    bounds: list[tuple[int, int]] = []
-    live: list[bool] = []
+    bounds, live = [np.zeros((0, 2), np.int32)], [np.zeros(0, bool)]
     offset = 0
     for row, (length, steps) in enumerate(zip(lengths, spans, strict=True)):
-        _check_spans(row, length, steps)
-        qmin[offset : offset + length] = offset + length
-        for index, (start, stop) in enumerate(steps):
-            weight[offset + start : offset + stop] = 1.0 / (stop - start)
-            bounds.append((offset + start, offset + stop))
-            live.append(index + delta < len(steps))
-            if live[-1]:
-                qmin[offset + start : offset + stop] = offset + steps[index + delta][0]
+        span = np.asarray(steps, np.int64).reshape(-1, 2)
+        _check_spans(row, length, span)
+        tokens = span[:, 1] - span[:, 0]
+        inside = np.arange(tokens.sum()) + np.repeat(span[:, 0] - np.cumsum(tokens) + tokens, tokens) + offset
+        weight[inside] = np.repeat(1.0 / tokens, tokens)
+        first = np.full(len(span), length, np.int64)  # where the step `delta` later starts, or the end
+        first[: max(0, len(span) - delta)] = span[delta:, 0]
+        qmin[inside] = np.repeat(first, tokens) + offset
+        bounds.append((span + offset).astype(np.int32))
+        live.append(np.arange(len(span)) + delta < len(span))
         offset += length
-    step = np.asarray(bounds, np.int32).reshape(-1, 2)
-    tokens = (step[:, 1] - step[:, 0]).astype(np.float32)
-    divisor = tokens if key_reduce == "mean" else np.ones_like(tokens)
+    step = np.concatenate(bounds)
+    size = (step[:, 1] - step[:, 0]).astype(np.float32)
+    divisor = size if key_reduce == "mean" else np.ones_like(size)
     counts = tuple(len(steps) for steps in spans)
-    return Plan(tuple(map(int, lengths)), counts, qmin, weight, step, np.asarray(live, bool), divisor)
+    return Plan(tuple(map(int, lengths)), counts, qmin, weight, step, np.concatenate(live), divisor)
 
 
-def _check_spans(row: int, length: int, steps: Sequence[Span]) -> None:
-    end = 0
-    for start, stop in steps:
-        if not end <= start < stop <= length:
-            raise DataError(
-                f"sequence {row}: step ({start}, {stop}) must be non-empty, after the step before it (ends at {end}) "
-                f"and within the {length} tokens"
-            )
-        end = stop
+def _check_spans(row: int, length: int, span: NDArray[np.int64]) -> None:
+    before = np.append(0, span[:-1, 1]) if len(span) else np.zeros(0, np.int64)
+    wrong = (span[:, 0] < before) | (span[:, 0] >= span[:, 1]) | (span[:, 1] > length)
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        raise DataError(
+            f"sequence {row}: step ({span[at, 0]}, {span[at, 1]}) must be non-empty, after the step before it "
+            f"(ends at {before[at]}) and within the {length} tokens"
+        )
 
 
 ALIGN = 16  # queries: lets a kernel read log-sum-exps in wide loads
@@ -104,23 +105,24 @@ def key_blocks(plan: Plan, size: int, window: int | None = None) -> NDArray[np.i
     >>> key_blocks(make_plan([20], [[(1, 3), (3, 18), (18, 20)]], delta=1), 8).tolist()
     [[1, 9, 0, 18, 20, 20], [9, 17, 16, 18, 20, 20], [17, 18, 16, 18, 20, 20]]
     """
-    rows = []
+    tables = [np.zeros((0, 6), np.int32)]
     for _, end, first, last in plan.sequences:
         live = np.flatnonzero(plan.live_S[first:last])
         if not live.size:
             continue
-        stop = int(plan.step_S[first + live[-1], 1])
-        for start in range(int(plan.step_S[first + live[0], 0]), stop, size):
-            k_stop = min(start + size, stop)
-            qmin = plan.qmin_T[start:k_stop][plan.weight_T[start:k_stop] > 0]  # keys between steps never count
-            if not qmin.size:
-                continue
-            tail = end if window is None else min(end, start + window)
-            q_stop = end if window is None else min(end, k_stop - 1 + window)
-            low = min(int(qmin.min()), q_stop) // ALIGN * ALIGN
-            rows.append((start, k_stop, low, int(qmin.max()), tail, q_stop))
-    table = np.asarray(rows, np.int32).reshape(-1, 6)
-    return table[np.argsort(table[:, 2] - table[:, 5], kind="stable")]
+        begin, stop = int(plan.step_S[first + live[0], 0]), int(plan.step_S[first + live[-1], 1])
+        start = np.arange(begin, stop, size)
+        k_stop = np.minimum(start + size, stop)
+        counting = plan.weight_T[begin:stop] > 0  # keys between steps never count
+        qmin = plan.qmin_T[begin:stop]
+        low = np.minimum.reduceat(np.where(counting, qmin, end), start - begin)
+        full = np.maximum.reduceat(np.where(counting, qmin, 0), start - begin)
+        tail = np.full_like(start, end) if window is None else np.minimum(end, start + window)
+        q_stop = np.full_like(start, end) if window is None else np.minimum(end, k_stop - 1 + window)
+        low = np.minimum(low, q_stop) // ALIGN * ALIGN
+        tables.append(np.stack([start, k_stop, low, full, tail, q_stop], 1).astype(np.int32))
+    table = np.concatenate(tables)
+    return np.ascontiguousarray(table[np.argsort(table[:, 2] - table[:, 5], kind="stable")])
 
 
 def query_blocks(lengths: Sequence[int], size: int) -> NDArray[np.int32]:

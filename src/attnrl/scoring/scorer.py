@@ -116,14 +116,12 @@ def score(
     chunk: int | None = None,
     fci: bool = True,
     progress: bool = False,
-    side_stream: bool = False,
     report: ScoreReport | None = None,
 ) -> list[Scores]:
     """Log-probs and entropy of the response tokens and FCI of their steps, in request order.
 
     One forward of the model's body per pack of about `token_budget` tokens; the head runs on `chunk` positions at a
-    time. Each response is scored as if alone. With `fci=False` every step scores 0 and nothing is captured. With
-    `side_stream=True` a GPU runs FCI beside the rest of each layer.
+    time. Each response is scored as if alone. With `fci=False` every step scores 0 and nothing is captured.
     Paper: Eq. 4-6.
     """
     for index, request in enumerate(requests):
@@ -139,7 +137,7 @@ def score(
             task = bar.add_task("scoring", total=sum(lengths))
             for members in bins_by_budget(lengths, token_budget):
                 pack = [requests[i] for i in members]
-                scored = _score_pack(model, pack, delta, key_reduce, temperature, chunk, fci, side_stream, report)
+                scored = _score_pack(model, pack, delta, key_reduce, temperature, chunk, fci, report)
                 for index, scores in zip(members, scored, strict=True):
                     results[index] = scores
                 bar.advance(task, sum(lengths[i] for i in members))
@@ -156,7 +154,6 @@ def _score_pack(
     temperature: float,
     chunk: int | None,
     fci: bool,
-    side_stream: bool,
     report: ScoreReport,
 ) -> list[Scores]:
     device = next(model.parameters()).device
@@ -173,8 +170,7 @@ def _score_pack(
         ids = torch.from_numpy(ids_T).to(device)
         at = torch.from_numpy(at_N).to(device)
         sums = make_sums(plan, device) if fci else None
-        stream = torch.cuda.Stream(device) if side_stream and device.type == "cuda" else None
-        with packed_attention(model, lengths, collector=_timed(sums, part, stream)) as state:
+        with packed_attention(model, lengths, collector=_timed(sums, part)) as state:
             hidden_TW = (
                 body_of(model)(
                     input_ids=ids[None],
@@ -186,8 +182,6 @@ def _score_pack(
         logprobs, entropy = logprobs_and_entropy(
             model, hidden_TW[at - 1], ids[at], temperature=temperature, chunk=chunk
         )
-        if stream is not None:
-            torch.cuda.current_stream(device).wait_stream(stream)
     best_S = sums.best_S.float().cpu().numpy() if sums is not None else np.zeros(len(plan.step_S), np.float32)
     logprobs_N, entropy_N = logprobs.cpu().numpy(), entropy.cpu().numpy()
     report.seconds += whole.seconds()
@@ -208,23 +202,15 @@ def _score_pack(
     ]
 
 
-def _timed(sums: Sums | None, clock: _Clock, stream: torch.cuda.Stream | None) -> Callable[..., None] | None:
-    """The collector with its time taken, on a stream of its own if one is given."""
+def _timed(sums: Sums | None, clock: _Clock) -> Callable[..., None] | None:
+    """The collector with its time taken."""
     if sums is None:
         return None
     collect = sums
 
     def collector(q_THD: torch.Tensor, k_TKD: torch.Tensor, lse_HT: torch.Tensor | None, **shape: Any) -> None:
-        if stream is None:
-            with clock.measure():
-                collect(q_THD, k_TKD, lse_HT, **shape)
-            return
-        stream.wait_stream(torch.cuda.current_stream(q_THD.device))
-        with torch.cuda.stream(stream), clock.measure():
+        with clock.measure():
             collect(q_THD, k_TKD, lse_HT, **shape)
-            for tensor in (q_THD, k_TKD, lse_HT):
-                if tensor is not None:
-                    tensor.record_stream(stream)  # the forward frees them before this stream has read them
 
     return collector
 
