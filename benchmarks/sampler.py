@@ -71,7 +71,7 @@ def with_generate(model: Any, requests: list[Request], rows: int) -> None:
 
 
 def against_generate(model: Any, requests: list[Request], rows: int, repeats: int) -> dict[str, float]:
-    """Seconds of `generate` over seconds of the sampler, by the wall and by CPU time (which other processes disturb less).
+    """Seconds of `generate` over seconds of the sampler, by the wall and by CPU time (less disturbed by others).
 
     Both alternate in one process; the best of `repeats` counts.
     """

@@ -113,7 +113,8 @@ def test_decode_attention_equals_dense_attention_row_by_row(window: int | None, 
     q = torch.randn(3, 6, 1, 8, generator=rng).to(dtype)
     k = torch.stack([keys[r, :, n] for r, n in enumerate(lengths)])[:, :, None].to(dtype)
     v = torch.stack([values[r, :, n] for r, n in enumerate(lengths)])[:, :, None].to(dtype)
-    out = DecodeAttention(cache, lengths, 12).attend(0, q, k, v, 0.3, window)
+    blocks = ((0, 2, 4), (2, 3, 12)) if window else ((0, 3, 12),)
+    out = DecodeAttention(cache, lengths, blocks).attend(0, q, k, v, 0.3, window)
     for row, length in enumerate(lengths.tolist()):
         queries = torch.zeros(length + 1, 6, 8, dtype=dtype)
         queries[-1] = q[row, :, 0]

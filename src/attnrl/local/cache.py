@@ -28,9 +28,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from attnrl.errors import ConfigError
 
 NAME = "attnrl_sampler"
+ROW_BLOCK = 16  # rows that attend over one span on CPU
 QUERY_BLOCK = 512  # longest run of queries in one attention job: bounds the mask of a long context
 
 Ints = NDArray[np.int64]
+Blocks = tuple[
+    tuple[int, int, int], ...
+]  # (first row, row after the last, positions they attend over), all rows in order
 
 
 class AttentionPlan(Protocol):
@@ -183,12 +187,14 @@ class DecodeAttention:
 
     Queries of one K/V head are taken together ([R, K, G, D]) instead of repeating keys and values G times.
     Masks depend on lengths and window alone, so the first layer of a step builds them for all.
+    Each block of rows attends over a span of its own, longer than any of its lengths.
     """
 
-    def __init__(self, cache: KVCache, lengths_R: Tensor, span: int) -> None:
+    def __init__(self, cache: KVCache, lengths_R: Tensor, blocks: Blocks) -> None:
         self.cache = cache
         self.lengths_R = lengths_R
-        self.span = span  # positions attended over: more than the longest length
+        self.blocks = blocks
+        self.span = max(span for _, _, span in blocks)
         self._masks: dict[int | None, Tensor] = {}
         self._slots: dict[int, Tensor] = {}
 
@@ -219,14 +225,30 @@ class DecodeAttention:
         slots = self._slots_RK(kv_heads)
         keys.view(-1, dim).index_copy_(0, slots, k.reshape(-1, dim))
         values.view(-1, v.shape[3]).index_copy_(0, slots, v.reshape(-1, v.shape[3]))
-        out = _attend_rows(
-            q.reshape(rows, kv_heads, heads // kv_heads, dim),
-            keys[:rows, :, : self.span],
-            values[:rows, :, : self.span],
-            self._mask_R11L(window, q.dtype),
-            scaling,
-        )
+        q_RKGD = q.reshape(rows, kv_heads, heads // kv_heads, dim)
+        mask = self._mask_R11L(window, q.dtype)
+        parts = [
+            _attend_rows(q_RKGD[a:b], keys[a:b, :, :span], values[a:b, :, :span], mask[a:b, :, :, :span], scaling)
+            for a, b, span in self.blocks
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.reshape(rows, 1, heads, v.shape[3])
+
+
+def row_blocks(lengths_R: Ints, capacity: int) -> Blocks:
+    """Blocks of `ROW_BLOCK` rows with spans just over their longest length; neighbours with the same span are joined.
+
+    >>> row_blocks(np.array([40] * 16 + [9] * 33), 128)
+    ((0, 16, 48), (16, 49, 16))
+    """
+    blocks: list[tuple[int, int, int]] = []
+    for start in range(0, len(lengths_R), ROW_BLOCK):
+        stop = min(start + ROW_BLOCK, len(lengths_R))
+        span = min(capacity, (int(lengths_R[start:stop].max()) // 16 + 1) * 16)
+        if blocks and blocks[-1][2] == span:
+            start = blocks.pop()[0]
+        blocks.append((start, stop, span))
+    return tuple(blocks)
 
 
 def _attend_rows(q_RKGD: Tensor, k_RKLD: Tensor, v_RKLD: Tensor, mask_R11L: Tensor, scaling: float) -> Tensor:
@@ -238,7 +260,7 @@ def _attend_rows(q_RKGD: Tensor, k_RKLD: Tensor, v_RKLD: Tensor, mask_R11L: Tens
     rows, kv_heads, groups, _ = q_RKGD.shape
     scores = torch.bmm(q_RKGD.flatten(0, 1).mul(scaling), k_RKLD.flatten(0, 1).transpose(1, 2))
     weights = torch.softmax(scores.view(rows, kv_heads, groups, -1).add_(mask_R11L), dim=-1)
-    return torch.bmm(weights.flatten(0, 1), v_RKLD.flatten(0, 1))
+    return torch.bmm(weights.flatten(0, 1), v_RKLD.flatten(0, 1)).view(rows, kv_heads, groups, -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnrl.local.cache import DecodeAttention, Ints, KVCache, attending
+from attnrl.local.cache import Blocks, DecodeAttention, Ints, KVCache, attending
 from attnrl.local.draw import draw, uniforms
 from attnrl.types import Sampling
 
@@ -39,7 +39,7 @@ class Decoder:
         self._column_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self._ids_RC = torch.zeros(0, check_every, dtype=torch.int64, device=device)
         self._logprobs_RC = torch.zeros(0, check_every, dtype=torch.float32, device=device)
-        self._graphs: dict[tuple[int, int, Sampling], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[Blocks, Sampling], torch.cuda.CUDAGraph] = {}
         self._weights: tuple[int, ...] = ()
 
     def use_cache(self, cache: KVCache | None) -> None:
@@ -65,32 +65,32 @@ class Decoder:
         state = torch.from_numpy(np.stack([tokens, lengths, streams, drawn]))
         self._state_4R[:, : len(tokens)] = state.to(self.device)
 
-    def run(
-        self, steps: int, running: int, rows: int, span: int, sampling: Sampling
-    ) -> tuple[Ints, NDArray[np.float32]]:
-        """Advances `rows` rows by `steps` tokens; returns ids and log-probs [running, steps] of the running ones.
+    def run(self, steps: int, running: int, blocks: Blocks, sampling: Sampling) -> tuple[Ints, NDArray[np.float32]]:
+        """Advances all rows by `steps` tokens; returns ids and log-probs [running, steps] of the running ones.
 
-        No running row may reach position `span` on the way.
+        No running row may reach its block's span on the way.
         """
+        rows = blocks[-1][1]
         assert self.cache is not None
         assert steps <= self.check_every
-        assert span <= self.cache.capacity
+        assert all(span <= self.cache.capacity for _, _, span in blocks)
         self._column_1.zero_()
         if rows > running:
             self._state_4R[1, running:rows] = 0
         for _ in range(steps):
             if self.cuda_graphs:
-                self._replay(rows, span, sampling)
+                self._replay(blocks, sampling)
             else:
-                self._step(rows, span, sampling)
+                self._step(blocks, sampling)
         ids_RC = self._ids_RC[:running, :steps].cpu().numpy()
         return ids_RC, self._logprobs_RC[:running, :steps].cpu().numpy()
 
-    def _step(self, rows: int, span: int, sampling: Sampling) -> None:
+    def _step(self, blocks: Blocks, sampling: Sampling) -> None:
         """One token for each row. Everything stays on the device, in place: the whole step can be captured."""
         assert self.cache is not None
+        rows = blocks[-1][1]
         tokens_R, lengths_R, streams_R, drawn_R = self._state_4R[:, :rows]
-        with attending(DecodeAttention(self.cache, lengths_R, span)):
+        with attending(DecodeAttention(self.cache, lengths_R, blocks)):
             logits_R1V: Tensor = self.model(
                 input_ids=tokens_R[:, None], position_ids=lengths_R[:, None], use_cache=False
             ).logits
@@ -101,18 +101,18 @@ class Decoder:
         self._state_4R[1::2, :rows].add_(1)  # position and count
         self._column_1.add_(1)
 
-    def _replay(self, rows: int, span: int, sampling: Sampling) -> None:
-        key = (rows, span, sampling)
+    def _replay(self, blocks: Blocks, sampling: Sampling) -> None:
+        key = (blocks, sampling)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._capture(rows, span, sampling)
+            graph = self._capture(blocks, sampling)
             if graph is None:
-                self._step(rows, span, sampling)
+                self._step(blocks, sampling)
                 return
             self._graphs[key] = graph
         graph.replay()
 
-    def _capture(self, rows: int, span: int, sampling: Sampling) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, blocks: Blocks, sampling: Sampling) -> torch.cuda.CUDAGraph | None:
         """The step as a graph, or None, said once, where the model does something a graph cannot hold.
 
         The warm-up steps advance the state, so it is put back; what they wrote to the cache lies past every row's
@@ -129,10 +129,10 @@ class Decoder:
                 for _ in range(_WARM_UP):
                     self._state_4R.copy_(before[0])
                     self._column_1.copy_(before[1])
-                    self._step(rows, span, sampling)
+                    self._step(blocks, sampling)
             current.wait_stream(side)
             with torch.cuda.graph(graph, pool=pool):
-                self._step(rows, span, sampling)
+                self._step(blocks, sampling)
         except RuntimeError as error:
             self.cuda_graphs = False
             self._graphs.clear()

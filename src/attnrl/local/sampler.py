@@ -23,7 +23,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from attnrl.errors import ConfigError, DataError, TrainingError
-from attnrl.local.cache import Ints, KVCache, LayerShape, ProbeAttention, attending, bytes_per_token, sampling_mode
+from attnrl.local.cache import (
+    Blocks,
+    Ints,
+    KVCache,
+    LayerShape,
+    ProbeAttention,
+    attending,
+    bytes_per_token,
+    row_blocks,
+    sampling_mode,
+)
 from attnrl.local.decode import Decoder
 from attnrl.local.draw import check_sampling, draw, stream_of, uniforms
 from attnrl.local.prefill import Carry, lexicographic, prefill
@@ -262,6 +272,7 @@ class Sampler:
             cache = self._cache_for(table, int(lengths.max()) + self.check_every, longest)
             positions = np.concatenate([np.arange(n) for n in lengths])
             cache.fill(np.repeat(places, lengths), positions, np.concatenate(paths), done.keys, done.values)
+            self._tidy(table, cache)
             self._place(table)
         self.stats.prefills += bool(len(done.plan.tokens))
         self.stats.prefilled_tokens += len(done.plan.tokens)
@@ -277,9 +288,11 @@ class Sampler:
         steps = min(self.check_every, int(left.max()))
         needed = int(table.length[active].max()) + steps
         cache = self._cache_for(table, needed, longest)
-        rows = row_bucket(running, cache.rows) if self.check_every > 1 else running
-        span = min(cache.capacity, length_bucket(needed) if self.check_every > 1 else -(-needed // 16) * 16)
-        ids_RC, logprobs_RC = self._decoder.run(steps, running, rows, span, sampling)
+        if self.check_every > 1:
+            blocks: Blocks = ((0, row_bucket(running, cache.rows), min(cache.capacity, length_bucket(needed))),)
+        else:
+            blocks = row_blocks(table.length[active], cache.capacity)
+        ids_RC, logprobs_RC = self._decoder.run(steps, running, blocks, sampling)
         before = int(table.lengths_of.sum())
         request = table.request[active].copy()
         ended = table.record(request, table.drawn[active], ids_RC, logprobs_RC, self._stops_V)
@@ -288,13 +301,25 @@ class Sampler:
         table.length[active] += steps
         table.drawn[active] += steps
         self.stats.steps += steps
-        self.stats.row_steps += steps * rows
+        self.stats.row_steps += steps * blocks[-1][1]
         if ended.any():
             source, target = table.remove(ended)
             if len(source):
                 cache.move(source, target, int(table.length[: table.count].max()))
             self._place(table)
         return drawn_by_ended + steps * int((~ended).sum())
+
+    def _tidy(self, table: _Table, cache: KVCache) -> None:
+        """Puts rows of similar length side by side where that saves a good part of the coming steps' attention."""
+        lengths = table.length[: table.count]
+        order = np.argsort(-lengths, kind="stable")
+        pairs = [row_blocks(n, cache.capacity) for n in (lengths, lengths[order])]
+        now, tidied = (sum((b - a) * span for a, b, span in blocks) for blocks in pairs)
+        if self.check_every == 1 and now > 1.2 * tidied:
+            moved = np.flatnonzero(order != np.arange(table.count))
+            cache.move(order[moved], moved, int(lengths.max()))
+            for column in (table.request, table.token, table.length, table.drawn):
+                column[moved] = column[order[moved]]
 
     def _place(self, table: _Table) -> None:
         active = slice(0, table.count)
