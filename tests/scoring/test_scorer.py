@@ -50,7 +50,8 @@ def test_equals_full_logits_and_fci_alone(name: str, temperature: float) -> None
     assert report.metrics()["score/overhead"] == pytest.approx(
         report.seconds / (report.seconds - report.fci_seconds) - 1
     )
-    assert report.fci_kind == "torch_blocks"
+    assert report.metrics()["score/fci_torch_blocks"] == 1.0
+    assert report.metrics()["score/attention_torch_blocks" if "window" in name else "score/attention_sdpa_per_sequence"]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 200))
@@ -81,6 +82,7 @@ def test_mode_is_restored_and_fci_can_be_left_out() -> None:
     assert report.fci_kind == "off"
     assert report.overhead == 0
     (scored,) = score(model.eval(), [row])
+    assert not model.training
     assert scored.fci.any()
     assert np.array_equal(scored.logprobs, plain.logprobs)
     assert not any(p.grad is not None for p in model.parameters())

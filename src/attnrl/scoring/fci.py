@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from attnrl.errors import ConfigError, DataError
-from attnrl.scoring.packed import masked_scores, packed_attention, packed_positions
+from attnrl.scoring.packed import Collector, Pack, masked_scores, packed_attention, packed_positions
 from attnrl.scoring.plan import KeyReduce, Plan, Span, make_plan
 from attnrl.types import Floats
 
@@ -60,6 +60,7 @@ class BlockSums:
         window: int | None,
         softcap: float | None,
     ) -> None:
+        q_THD, k_TKD = q_THD.to(self.best_S.device), k_TKD.to(self.best_S.device)  # a model may span devices
         y_HS = step_scores(
             q_THD, k_TKD, self.plan, self._weight_T, self._qmin_T, scale=scale, window=window, softcap=softcap
         )
@@ -178,25 +179,35 @@ def fci(
     plan = make_plan(lengths, spans, delta=delta, key_reduce=key_reduce)
     device = next(model.parameters()).device
     sums = make_sums(plan, device, keep_heads=reduce == "none", kind=kind)
-    with torch.no_grad():
-        run_body(model, rows, sums)
-        values = (sums.best_S if reduce == "max" else torch.stack(sums.heads_LHS)).float().cpu().numpy()
+    run_body(model, np.concatenate(rows), lengths, sums)
+    values = (sums.best_S if reduce == "max" else torch.stack(sums.heads_LHS)).float().cpu().numpy()
     parts = split_steps(values, plan.counts)
     return parts[0] if single else parts
 
 
-def run_body(model: torch.nn.Module, rows: Sequence[NDArray[np.integer[Any]]], sums: Sums | None) -> torch.Tensor:
-    """One forward of the model without its head over packed rows: hidden states [T, width]."""
-    lengths = [len(row) for row in rows]
+def run_body(
+    model: torch.nn.Module, ids_T: NDArray[np.integer[Any]], lengths: Sequence[int], collector: Collector | None
+) -> tuple[torch.Tensor, Pack]:
+    """One forward of the model below its head over packed sequences, without gradients and dropout.
+
+    Returns the hidden states [T, width] and what attention did.
+    """
     device = next(model.parameters()).device
-    ids = torch.from_numpy(np.concatenate(rows).astype(np.int64))[None].to(device)
-    with packed_attention(model, lengths, collector=sums) as pack:
-        out = body_of(model)(
-            input_ids=ids, position_ids=packed_positions(lengths, device), attention_mask=None, use_cache=False
-        )
+    ids = torch.from_numpy(ids_T.astype(np.int64))[None].to(device)
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        with torch.no_grad(), packed_attention(model, lengths, collector=collector) as pack:
+            out = body_of(model)(
+                input_ids=ids, position_ids=packed_positions(lengths, device), attention_mask=None, use_cache=False
+            )
+    finally:
+        if training:
+            model.train()
     if pack.calls == 0:
         raise ConfigError(f"{type(model).__name__} never called transformers' attention interface")
-    return cast(torch.Tensor, out.last_hidden_state[0])
+    return out.last_hidden_state[0], pack
 
 
 def body_of(model: torch.nn.Module) -> torch.nn.Module:

@@ -89,9 +89,11 @@ class LayerSums:
     ) -> None:
         if not len(self.plan.step_S):
             return
+        q_THD, k_TKD = (x.to(self.device) for x in (q_THD, k_TKD))  # a model may span devices
         q_THD, k_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_TKD))
         if lse_HT is None:
             lse_HT = row_lse(q_THD, k_TKD, self.plan.lengths, scale=scale, window=window, softcap=softcap)
+        lse_HT = lse_HT.to(self.device)
         shape: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             tile = self.tile or self._choose(q_THD, k_TKD, lse_HT, shape)

@@ -18,8 +18,7 @@ from rich.progress import Progress
 
 from attnrl.errors import DataError
 from attnrl.scoring.entropy import logprobs_and_entropy
-from attnrl.scoring.fci import Sums, body_of, fci_kind, make_sums, split_steps
-from attnrl.scoring.packed import packed_attention, packed_positions
+from attnrl.scoring.fci import Sums, fci_kind, make_sums, run_body, split_steps
 from attnrl.scoring.plan import KeyReduce, make_plan
 from attnrl.types import ScoreRequest, Scores
 
@@ -47,16 +46,15 @@ class ScoreReport:
         rest = self.seconds - self.fci_seconds
         return self.fci_seconds / rest if rest > 0 else 0.0
 
-    def metrics(self) -> dict[str, float | str]:
-        """The report as metrics `score/...`."""
+    def metrics(self) -> dict[str, float]:
+        """The report as metrics `score/...`; the implementations that ran are keys with value 1."""
+        ran = [f"score/attention_{kind}" for kind in sorted(self.attention_kinds)] + [f"score/fci_{self.fci_kind}"]
         return {
             "score/seconds": self.seconds,
             "score/overhead": self.overhead,
             "score/tokens": float(self.tokens),
             "score/packs": float(self.packs),
-            "score/attention": "+".join(sorted(self.attention_kinds)),
-            "score/fci": self.fci_kind,
-        }
+        } | dict.fromkeys(ran, 1.0)
 
 
 class _Clock:
@@ -130,19 +128,14 @@ def score(
     lengths = [len(r.prompt) + len(r.response) for r in requests]
     report = report if report is not None else ScoreReport()
     results: list[Scores | None] = [None] * len(requests)
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), Progress(disable=not progress, transient=True) as bar:
-            task = bar.add_task("scoring", total=sum(lengths))
-            for members in bins_by_budget(lengths, token_budget):
-                pack = [requests[i] for i in members]
-                scored = _score_pack(model, pack, delta, key_reduce, temperature, chunk, fci, report)
-                for index, scores in zip(members, scored, strict=True):
-                    results[index] = scores
-                bar.advance(task, sum(lengths[i] for i in members))
-    finally:
-        model.train(training)
+    with torch.no_grad(), Progress(disable=not progress, transient=True) as bar:
+        task = bar.add_task("scoring", total=sum(lengths))
+        for members in bins_by_budget(lengths, token_budget):
+            pack = [requests[i] for i in members]
+            scored = _score_pack(model, pack, delta, key_reduce, temperature, chunk, fci, report)
+            for index, scores in zip(members, scored, strict=True):
+                results[index] = scores
+            bar.advance(task, sum(lengths[i] for i in members))
     return [scores for scores in results if scores is not None]
 
 
@@ -167,20 +160,12 @@ def _score_pack(
     )
     whole, part = _Clock(device), _Clock(device)
     with whole.measure():
-        ids = torch.from_numpy(ids_T).to(device)
-        at = torch.from_numpy(at_N).to(device)
         sums = make_sums(plan, device) if fci else None
-        with packed_attention(model, lengths, collector=_timed(sums, part)) as state:
-            hidden_TW = (
-                body_of(model)(
-                    input_ids=ids[None],
-                    position_ids=packed_positions(lengths, device),
-                    attention_mask=None,
-                    use_cache=False,
-                )
-            ).last_hidden_state[0]
+        hidden_TW, state = run_body(model, ids_T, lengths, _timed(sums, part))
+        at = torch.from_numpy(at_N).to(hidden_TW.device)
+        targets_N = torch.from_numpy(ids_T[at_N]).to(hidden_TW.device)
         logprobs, entropy = logprobs_and_entropy(
-            model, hidden_TW[at - 1], ids[at], temperature=temperature, chunk=chunk
+            model, hidden_TW[at - 1], targets_N, temperature=temperature, chunk=chunk
         )
     best_S = sums.best_S.float().cpu().numpy() if sums is not None else np.zeros(len(plan.step_S), np.float32)
     logprobs_N, entropy_N = logprobs.cpu().numpy(), entropy.cpu().numpy()
