@@ -23,6 +23,7 @@ FAMILIES: dict[str, list[tuple[str, list[str], list[str]]]] = {
         ("1234", ["1,234", "1{,}234", r"1,\!234", r"1\,234", "1 234"], ["1, 234", "1234,0", "(1,234)"]),
         (r"11,\! 111,\! 111,\! 100", ["11111111100", "11,111,111,100"], ["11, 111"]),
         ("100, 200", ["100,200", "200, 100"], ["100200", "100"]),
+        ("100,000,000", ["10^8"], [r"100,000,000 \pi", "100"]),
         ("(98, 503)", ["(98,503)"], ["98503", "(98503)"]),
         ("3.14", ["3{,}14"], ["3,14"]),
     ],
@@ -44,7 +45,7 @@ FAMILIES: dict[str, list[tuple[str, list[str], list[str]]]] = {
         ("133.\\overline{3}", [r"\frac{400}{3}"], ["133.3"]),
     ],
     "scientific": [
-        ("1500", [r"1.5 \times 10^3", "1.5e3", r"1.5\cdot 10^{3}"], [r"1.5 \times 10^4"]),
+        ("1500", [r"1.5 \times 10^3", "1.5e3", "1.5x10^3", r"1.5\cdot 10^{3}"], [r"1.5 \times 10^4"]),
         (r"6.6 \times 10^{-34}", ["6.6e-34"], [r"6.7 \times 10^{-34}", "0"]),
         (r"\pi \times 10^{-34}", [r"\frac{\pi}{10^{34}}"], [r"2\pi \times 10^{-34}"]),
     ],
@@ -88,7 +89,7 @@ FAMILIES: dict[str, list[tuple[str, list[str], list[str]]]] = {
         (r"1\pm\sqrt{2}", [r"1-\sqrt{2}, 1+\sqrt{2}"], [r"1+\sqrt{2}"]),
         ("(11,7)or(7,11)", [r"(7,11),\ (11,7)"], ["(7,11)"]),
         ("x=1, x=2", ["1, 2", r"x = 2 \text{ or } x = 1"], ["1"]),
-        (r"\text{C,E}", ["E, C", "C, E"], ["C", "C, D"]),
+        (r"\text{C,E}", ["E, C", "C, E", r"\text{C and E}"], ["C", "C, D"]),
         (r"1, 2, \ldots, n", [r"1,2,\ldots,n"], [r"1, 3, \ldots, n"]),
     ],
     "tuples": [
@@ -128,6 +129,7 @@ FAMILIES: dict[str, list[tuple[str, list[str], list[str]]]] = {
         ("x^2 + y^2 = 4", ["x^2 + y^2 - 4 = 0", "2x^2 + 2y^2 = 8"], ["4", "x^2 + y^2 = 5"]),
         (r"\frac{NO}{BO}=\frac{1}{\sqrt{6}}", [r"\frac{1}{\sqrt{6}}"], [r"\sqrt{6}"]),
         ("3", [], ["n = 3k"]),
+        (r"4 \cdot 2007 - 3 = 8025", ["8025", r"4 \times 2007 - 3 = 8025"], ["8026", "3"]),
     ],
     "matrices": [
         (
@@ -144,6 +146,13 @@ FAMILIES: dict[str, list[tuple[str, list[str], list[str]]]] = {
             ["(-1, 0.5)", "0.5"],
         ),
     ],
+    "scaled matrices": [
+        (
+            r"\begin{pmatrix} 1/2 & 1 \\ 0 & 2 \end{pmatrix}",
+            [r"\frac{1}{2}\begin{pmatrix} 1 & 2 \\ 0 & 4 \end{pmatrix}"],
+            [r"2\begin{pmatrix} 1 & 2 \\ 0 & 4 \end{pmatrix}", r"-\begin{pmatrix} 1/2 & 1 \\ 0 & 2 \end{pmatrix}"],
+        ),
+    ],
     "units": [
         (
             "10",
@@ -155,10 +164,15 @@ FAMILIES: dict[str, list[tuple[str, list[str], list[str]]]] = {
         (r"\$32,\!348", ["32348", "$32,348", "32348 dollars"], ["32.348"]),
         (r"28\%", ["28", "28%", "28 percent"], ["0.28", "2800"]),
         ("15'", ["15"], ["16"]),
+        ("3x", [r"3x \text{ square units}"], [r"3x \text{ odd}"]),
     ],
     "words": [
         (r"\text{even}", ["even", "Even", r"\textbf{even}", r"\mathrm{even}."], ["odd", "evene", "0", "e"]),
-        (r"\text{(C)}", ["C", "(C)", r"\text{C}", r"\textbf{(C) } 12", "C) 12"], ["D", r"\text{C or D}", "CC"]),
+        (
+            r"\text{(C)}",
+            ["C", "(C)", r"\text{C}", r"\textbf{(C) } 12", "C) 12", r"\text{Option C}"],
+            ["D", r"\text{C or D}", "CC", r"\text{(C) or (D)}"],
+        ),
         (r"\text{4:30 p.m.}", [r"4:30 \text{ PM}"], ["4:30", "3:40 p.m."]),
         (r"n \text{ even}", [r"n\text{ Even}"], [r"n \text{ odd}", "n"]),
         ("ABC", ["ABC"], ["ACB"]),
@@ -170,7 +184,8 @@ FAMILIES: dict[str, list[tuple[str, list[str], list[str]]]] = {
     "other": [
         (r"\infty", [r"+\infty", "infinity", "∞"], [r"-\infty", "0"]),
         (r"\emptyset", ["∅", r"\varnothing", r"\{\}"], ["0"]),
-        (r"\mathbb{R}", [r"(-\infty,\infty)", "ℝ"], [r"\mathbb{Z}"]),
+        (r"\text{no solution}", [r"\emptyset", "No solutions"], ["0", r"\text{none}"]),
+        (r"\mathbb{R}", [r"(-\infty,\infty)", "ℝ", r"\text{all real numbers}"], [r"\mathbb{Z}"]),
         (r"\boxed{12}", ["12"], ["13"]),
     ],
 }  # fmt: skip

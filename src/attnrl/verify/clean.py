@@ -41,10 +41,11 @@ _TEXT_LIKE = re.compile(
 _FONT_SWITCH = re.compile(r"\{?\\(?:rm|bf|it|cal)(?![a-zA-Z])\s*")
 _FRAC = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _BOX_CMD = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
-_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\!,|\\,|,\s*\\!\s*)\s*(?=\d{3}(?!\d))")
-_DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{ ?, ?\}|,\\!|\\!,|\\,|,\s*\\!\s*)\s*(?=\d{3}(?!\d))")
+_DECIMAL_COMMA = re.compile(r"(?<=\d)\{ ?, ?\}(?=\d)")
 _PERCENT = re.compile(r"\\?%|\\text\s*\{\s*(?:percent|percentage|pct)\s*\}|\b(?:percent|percentage|pct)\b")
 _MONEY = re.compile(r"\\\$|\\(?:euro|pounds|yen|texteuro|textdollar)(?![a-zA-Z])")
+_LETTER_TIMES = re.compile(r"(?<=\d) ?x ?(?=10 ?\^)")  # 3x10^8
 _SPEED = re.compile(r"(?<=\d) ?(?:[kcm]?m|ft|mi)/(?:s|h|hr|min|sec)(?:\^\{?2\}?)?$")
 _TRAILING = " .,;:\n\t"
 
@@ -95,6 +96,7 @@ def clean(text: str) -> str:
             text = re.sub(r"\\\\(?=[a-zA-Z%$])", r"\\", text)
         text = text.replace("\\\\", "\x1f")
     text = _BOX_CMD.sub("", text)
+    text = _LETTER_TIMES.sub(r"\\times ", text)
     text = _THOUSANDS.sub("", text)
     text = _DECIMAL_COMMA.sub(".", text)
     text = _unwrap_dollars(text)

@@ -23,6 +23,10 @@ RULES = {
     "num": "number", "list": "list", "set": "list", "group": "tuple", "rel": "relation", "matrix": "matrix",
     "setop": "interval", "text": "text", "base": "base", "ratio": "ratio",
 }  # fmt: skip
+SAYINGS = {
+    **dict.fromkeys(("allrealnumbers", "allreals"), Node("field", value="R")),
+    **dict.fromkeys(("nosolution", "nosolutions", "norealsolution", "norealsolutions"), Node("empty")),
+}
 _GROUPED = re.compile(r"\d,\d{3}(?!\d)|\d \d{3}(?!\d)")
 _CHOICE = re.compile(r"\(?([A-Ja-j])(?:\)|[.:](?=\s)|\)\s*[.:])\s*\S")
 _BARE_WORD = re.compile(r"[A-Z]{2,}|[A-Za-z]{4,}|[A-Z][a-z]+|no|yes|odd|all|any")  # not a product of variables
@@ -67,7 +71,9 @@ def read(text: str) -> Reading:
     bare = words_only(cleaned)
     letters = bare not in WORDS_AS_NAMES | INFINITE and _BARE_WORD.fullmatch(bare)
     try:
-        if letters:
+        if words in SAYINGS:
+            trees.append(SAYINGS[words])
+        elif letters:
             trees.append(Node("text", value=words))
         else:
             trees.append(parse(cleaned))
@@ -99,6 +105,7 @@ def _by_text(gold: Reading, answer: Reading) -> bool:
         return True
     if re.fullmatch(r"[a-j]", gold.words):
         option = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1 ", answer.cleaned).strip()
+        option = re.sub(r"(?i)^(?:option|choice|answer)\s+(\(?[a-j]\)?)$", r"(\1) x", option).replace("((", "(")
         choice = _CHOICE.match(option)
         return (
             choice is not None and choice.group(1).casefold() == gold.words and not re.search(r"\bor\b|\band\b", option)
@@ -131,15 +138,15 @@ def decide(answer: str, gold: str) -> Decision:
 def _by_value(gold: Reading, answer: Reading) -> Decision:
     rule = RULES.get(gold.trees[0].kind, "value")
     verdicts: list[bool | None] = []
+    pairs = [(left, right) for left in gold.trees for right in answer.trees]
+    if len(pairs) == 4:  # both may be grouped digits or lists: the same reading for both
+        pairs = pairs[:1]
     try:
-        for left in gold.trees:
-            for right in answer.trees:
-                verdicts.append(same(left, right))
-                if verdicts[-1]:
-                    return Decision(True, rule)
-    except LimitError:
-        return Decision(False, "limit", "limit")
-    except RecursionError:
+        for left, right in pairs:
+            verdicts.append(same(left, right))
+            if verdicts[-1]:
+                return Decision(True, rule)
+    except (LimitError, RecursionError):
         return Decision(False, "limit", "limit")
     if None in verdicts and may_be_symbolic(gold) and may_be_symbolic(answer):
         return Decision(None, "symbolic")

@@ -19,7 +19,7 @@ _JOIN_NOISE = re.compile(
 _JOIN_WORD = re.compile(r"[,;&]|\b(?:and|or)\b")
 _TURN = re.compile(r"<\|(?:im_start|im_end|endoftext|eot_id|end_of_text|end_of_sentence)\|>|<｜end▁of▁sentence｜>")
 _ANCHOR = re.compile(r"(?i)\banswers?\b[ \t*_]{0,4}(?:\bis\b|\bare\b|=|:)?[ \t]{0,4}:?[ \t*_]{0,4}")
-_CONCLUSION = re.compile(r"(?i)\b(?:therefore|thus|hence|so|consequently|in conclusion|finally)\b")
+_CONCLUSION = re.compile(r"(?i)\b(?:therefore|thus|hence|so|consequently|in conclusion|finally|solution|result)\b")
 _MATH = re.compile(
     r"\$\$([^$]{1,400})\$\$|\$([^$\n]{1,400})\$|\\\(((?:[^\\]|\\[^)]){1,400}?)\\\)|\\\[((?:[^\\]|\\[^\]]){1,400}?)\\\]"
 )
@@ -28,6 +28,8 @@ _NUMBER = re.compile(
 )
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 _COPULA = re.compile(r"(?i).*(?:\bis\b|\bare\b|\bequals\b|=|:)\s*", re.DOTALL)
+_QUALIFIED = re.compile(r"(?i)\b(?:not|than|at least|at most|between|never|cannot|no)\b")
+_HASHES = re.compile(r"(?:^|\n)#### *([^\n]{1,200})\s*$")
 _BOLD = re.compile(r"\*\*([^*\n]{1,100})\*\*")
 _LAST_FORMULA = re.compile(r"\\[\[(]((?:(?!\\[\[(\])]).){1,600})\\[\])]\s*\.?\s*$", re.DOTALL)
 _HOPE = re.compile(r"(?i)^\s*I hope (?:it|this) is correct")
@@ -138,6 +140,10 @@ def _from_sentence(sentence: str) -> str | None:
     sentence = sentence.strip().rstrip(".!*_ \t")
     copula = _COPULA.match(sentence)
     after = sentence[copula.end() if copula else 0 :].strip(" *_")
+    if _QUALIFIED.search(after):
+        return None
+    if 0 < len(after) <= 80 and "$" not in after and not re.search(r"\\[(\[]|(?<![\\A-Za-z])[A-Za-z]{4,}", after):
+        return after  # nothing but mathematics
     for part in (after, sentence):
         maths = [next(group for group in m.groups() if group) for m in _MATH.finditer(part)]
         plain = _MATH.sub(" ", part)
@@ -162,6 +168,9 @@ def _plain_answer(text: str) -> str | None:
     if turn and text[: turn.start()].strip():
         text = text[: turn.start()]
     text = text[-4000:].strip()
+    hashes = _HASHES.search(text)
+    if hashes:
+        return hashes.group(1).strip()
     anchors = list(_ANCHOR.finditer(text))
     if anchors:
         rest = text[anchors[-1].end() :].lstrip()

@@ -28,6 +28,10 @@ UNITS = words(
     "cups men way ways egg eggs box pie car cars st nd rd th hour year mile foot feet inch unit coin cent "
     "yuan"
 )
+UNIT_WORDS = UNITS | words(
+    "units square cubic meters metres meter metre inches degrees dollars cents hours minutes seconds miles years weeks "
+    "months grams liters pounds yards per centimeters kilometers people points"
+)  # in \\text{...} these are units even after a variable
 SEPARATORS = frozenset(("and", "or", ",", ";"))
 _COUNTING = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
@@ -35,6 +39,7 @@ _COUNTING = (
 )
 NUMBER_WORDS = _COUNTING.split()
 
+_LETTER_LIST = re.compile(r"[A-Za-z0-9](?:(?:\s*[,;]\s*(?:(?:and|or)\s)?|\s+(?:and|or)\s+)[A-Za-z0-9]){1,12}")
 _TOKEN = re.compile(
     r"\s*(?:"
     r"(?P<num>\d+(?:\.(?!\.)\d*)?(?:[eE][+-]?\d{1,4}(?![\d.a-zA-Z]))?|\.\d+(?:[eE][+-]?\d{1,4}(?![\d.a-zA-Z]))?)"
@@ -86,12 +91,15 @@ def _split_word(word: str, space: bool, after_value: bool) -> list[Token]:
         if lower.startswith(name) and len(word) == len(name) + 1:
             kind = "cmd" if name == "pi" else "fn"
             return [Token(kind, name, space), Token("sym", word[-1], False)]
+    if word.endswith("sqrt") and len(word) <= 6:
+        letters = [Token("sym", letter, space and not at) for at, letter in enumerate(word[:-4])]
+        return [*letters, Token("fn", "sqrt", False)]
     if len(word) <= 3 and not (word.istitle() and len(word) == 3):
         return [Token("sym", letter, space and not at) for at, letter in enumerate(word)]
     return [Token("unit" if after_value else "word", word, space)]
 
 
-def _text_tokens(content: str, space: bool, after_value: bool) -> list[Token]:
+def _text_tokens(content: str, space: bool, after_value: bool, after_variable: bool) -> list[Token]:
     """The inside of \\text{...}: a separator, a number or letter, a unit after a value, else prose."""
     inner = content.strip()
     lower = inner.casefold().strip(" ,")
@@ -102,17 +110,14 @@ def _text_tokens(content: str, space: bool, after_value: bool) -> list[Token]:
     if len(inner) == 1 and inner.isalpha():
         constant = inner in "ei" or not after_value
         return [Token("sym" if constant else "unit", inner, space)]
-    if (
-        re.fullmatch(r"[A-Za-z0-9](?:\s*[,;]\s*[A-Za-z0-9]){1,12}", inner)
-        or inner.isdigit()
-        or inner in (":", "+", "-", "=", "/")
-    ):
+    if _LETTER_LIST.fullmatch(inner) or inner.isdigit() or inner in (":", "+", "-", "=", "/"):
         return tokenize(inner)
     if re.search(r"\b(?:or|and|not|but)\b|\d", inner.casefold()):
         return [Token("word", inner, space)]
     if inner in FUNCTIONS:
         return [Token("fn", inner, space)]
-    return [Token("unit" if after_value else "word", inner, space)]
+    unit = after_value or (after_variable and set(lower.replace(".", "").split()) <= UNIT_WORDS)
+    return [Token("unit" if unit else "word", inner, space)]
 
 
 def _after_value(tokens: list[Token]) -> bool:
@@ -148,7 +153,8 @@ def tokenize(text: str) -> list[Token]:
         if kind == "word":
             tokens += _split_word(value, space, _after_value(tokens))
         elif kind == "text":
-            tokens += _text_tokens(value, space, _after_value(tokens))
+            after_variable = bool(tokens) and tokens[-1].kind == "sym"
+            tokens += _text_tokens(value, space, _after_value(tokens), after_variable)
         elif kind == "cmd" and value in ("land", "lor", "wedge", "vee"):
             tokens.append(Token("sep", "and" if value in ("land", "wedge") else "or", space))
         elif kind == "cmd" and value in FUNCTIONS:
