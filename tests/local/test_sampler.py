@@ -129,6 +129,19 @@ def test_the_same_tokens_for_any_number_of_rows(model: Any) -> None:
             np.testing.assert_allclose(first.logprobs, other.logprobs, atol=1e-4)
 
 
+def test_rows_of_very_different_lengths_are_put_in_order_without_a_trace(qwen2: Any) -> None:
+    """Short and long contexts alternate, so that rows are re-ordered by length before they run."""
+    rng = np.random.default_rng(0)
+    contexts = [as_ids(np.append([5 + i], rng.integers(0, VOCABULARY, (3, 90)[i % 2]))) for i in range(40)]
+    requests = [Request(context, 6, seed) for seed, context in enumerate(contexts)]
+    rollouts = Sampler(qwen2, stop_ids=STOPS, rows=40).generate(requests, Sampling(), version=0)
+    for request, rollout in zip(requests, rollouts, strict=True):
+        assert_well_formed(request, rollout, version=0)
+        np.testing.assert_allclose(rollout.logprobs, plain_logprobs(qwen2, request, rollout, Sampling()), atol=1e-4)
+    one_by_one = Sampler(qwen2, stop_ids=STOPS, rows=1).generate(requests, Sampling(), version=0)
+    assert [r.ids.tolist() for r in rollouts] == [r.ids.tolist() for r in one_by_one]
+
+
 def test_every_draw_follows_the_seed(qwen2: Any) -> None:
     context = as_ids([5, 6, 7])
     requests = [Request(context, 12, seed) for seed in (1, 2, 1, -1, 2**64 - 1)]
@@ -286,12 +299,13 @@ def test_weights_that_are_not_finite_stop_the_sampler() -> None:
 
 
 def test_learned_positions_work_too() -> None:
-    """A model without rotary positions or grouped heads goes through the same interface."""
+    """A model without rotary positions or grouped heads, up to its last position, while finished rows run on."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.25)
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=48, initializer_range=0.25)
     model = GPT2LMHeadModel(config).eval()
-    requests = forest_requests()[:6]
-    rollouts = Sampler(model, stop_ids=STOPS, rows=3).generate(requests, Sampling(), version=0)
+    rng = np.random.default_rng(0)
+    requests = [Request(as_ids(rng.integers(0, VOCABULARY, n)), 48 - n, n) for n in (40, 45, 47, 20, 2)]
+    rollouts = Sampler(model, stop_ids=STOPS, check_every=16).generate(requests, Sampling(), version=0)
     for request, rollout in zip(requests, rollouts, strict=True):
         np.testing.assert_allclose(rollout.logprobs, plain_logprobs(model, request, rollout, Sampling()), atol=1e-4)
 

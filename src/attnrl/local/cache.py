@@ -13,7 +13,7 @@ know and is told to keep no cache, so nothing is concatenated.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnrl.errors import ConfigError
@@ -79,8 +80,11 @@ def sampling_mode(model: nn.Module) -> Iterator[None]:
     config._attn_implementation = NAME
     for module in training:
         module.training = False
+    # With a mask, the memory-efficient kernel is the fused one; cuDNN would build a plan for every new shape.
+    cuda = next(model.parameters()).device.type == "cuda"
+    kernels = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if cuda else nullcontext()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), kernels:
             yield
     finally:
         config._attn_implementation = before

@@ -34,6 +34,9 @@ class Decoder:
         self.check_every = check_every
         self.cuda_graphs = cuda_graphs
         self.captured = 0
+        # Between two looks a finished row runs on, and must not ask for a position the model does not have.
+        most = getattr(model.config, "max_position_embeddings", None)
+        self._last_position = None if check_every == 1 or most is None else most - 1
         self.cache: KVCache | None = None
         self._state_4R = torch.zeros(4, 0, dtype=torch.int64, device=device)
         self._column_1 = torch.zeros(1, dtype=torch.int64, device=device)
@@ -90,9 +93,10 @@ class Decoder:
         assert self.cache is not None
         rows = blocks[-1][1]
         tokens_R, lengths_R, streams_R, drawn_R = self._state_4R[:, :rows]
+        position_R = lengths_R if self._last_position is None else lengths_R.clamp(max=self._last_position)
         with attending(DecodeAttention(self.cache, lengths_R, blocks)):
             logits_R1V: Tensor = self.model(
-                input_ids=tokens_R[:, None], position_ids=lengths_R[:, None], use_cache=False
+                input_ids=tokens_R[:, None], position_ids=position_R[:, None], use_cache=False
             ).logits
         ids_R, logprobs_R = draw(logits_R1V[:, -1], uniforms(streams_R, drawn_R), sampling)
         self._ids_RC[:rows].index_copy_(1, self._column_1, ids_R[:, None])

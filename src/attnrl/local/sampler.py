@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from attnrl.errors import ConfigError, DataError, TrainingError
+from attnrl.errors import ConfigError, DataError
 from attnrl.local.cache import (
     Blocks,
     Ints,
@@ -35,9 +35,10 @@ from attnrl.local.cache import (
     sampling_mode,
 )
 from attnrl.local.decode import Decoder
-from attnrl.local.draw import check_sampling, draw, stream_of, uniforms
+from attnrl.local.draw import check_sampling, draw, uniforms
 from attnrl.local.prefill import Carry, lexicographic, prefill
-from attnrl.types import Finish, Request, Rollout, Sampling, as_ids
+from attnrl.local.rows import RowTable
+from attnrl.types import Request, Rollout, Sampling, as_ids
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -86,69 +87,6 @@ def row_bucket(rows: int, most: int) -> int:
     [8, 16, 48]
     """
     return min(most, max(8, 1 << (rows - 1).bit_length()))
-
-
-class _Table:
-    """Host side of the running rows (the first `count`) and what has been drawn, per request."""
-
-    def __init__(self, requests: Sequence[Request], rows: int) -> None:
-        limits = np.array([request.max_tokens for request in requests], np.int64)
-        self.limits = limits
-        self.offsets = np.concatenate([[0], np.cumsum(limits)[:-1]]).astype(np.int64)
-        self.streams = np.array([stream_of(request.seed) for request in requests], np.int64)
-        self.ids = np.empty(int(limits.sum()), np.int32)  # pages no token reaches are never touched
-        self.logprobs = np.empty(int(limits.sum()), np.float32)
-        self.lengths_of = np.zeros(len(requests), np.int64)
-        self.finish: list[Finish] = ["length"] * len(requests)
-        self.finished = 0
-        self.count = 0
-        self.request, self.token, self.length, self.drawn = np.zeros((4, rows), np.int64)
-
-    def record(
-        self, request_R: Ints, drawn_R: Ints, ids_RC: Ints, logprobs_RC: NDArray[np.float32], stops_V: NDArray[np.bool_]
-    ) -> NDArray[np.bool_]:
-        """Keeps each row's new tokens up to its end and returns which rows have ended: bool [R]."""
-        column_C = np.arange(ids_RC.shape[1])
-        after_RC = drawn_R[:, None] + column_C + 1
-        stop_RC = stops_V[ids_RC]
-        end_RC = stop_RC | (after_RC >= self.limits[request_R][:, None])
-        ended_R: NDArray[np.bool_] = np.any(end_RC, axis=1)
-        last_R = np.where(ended_R, end_RC.argmax(axis=1), len(column_C) - 1)
-        valid_RC = column_C <= last_R[:, None]
-        target_RC = self.offsets[request_R][:, None] + after_RC - 1
-        kept = logprobs_RC[valid_RC]
-        if not np.isfinite(kept).all():
-            raise TrainingError("the model's logits are not finite: no token can be drawn; check the weights for NaN")
-        self.ids[target_RC[valid_RC]] = ids_RC[valid_RC]
-        self.logprobs[target_RC[valid_RC]] = kept
-        for row in np.flatnonzero(ended_R):
-            request = int(request_R[row])
-            self.lengths_of[request] = drawn_R[row] + last_R[row] + 1
-            self.finish[request] = "stop" if stop_RC[row, last_R[row]] else "length"
-            self.finished += 1
-        return ended_R
-
-    def append(self, request: Ints, token: Ints, length: Ints) -> Ints:
-        """Adds rows that have drawn one token; returns their places."""
-        places = np.arange(self.count, self.count + len(request))
-        self.request[places], self.token[places], self.length[places], self.drawn[places] = request, token, length, 1
-        self.count += len(request)
-        return places
-
-    def remove(self, ended_R: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-        """Drops ended rows, moving the last running rows into the gaps: returns (moved from, moved to)."""
-        running = int((~ended_R).sum())
-        target = np.flatnonzero(ended_R[:running])
-        source = running + np.flatnonzero(~ended_R[running:])
-        for column in (self.request, self.token, self.length, self.drawn):
-            column[target] = column[source]
-        self.count = running
-        return source, target
-
-    def rollout(self, request: int, version: int) -> Rollout:
-        start = int(self.offsets[request])
-        kept = slice(start, start + int(self.lengths_of[request]))
-        return Rollout(self.ids[kept].copy(), self.logprobs[kept].copy(), self.finish[request], version)
 
 
 class Sampler:
@@ -220,13 +158,13 @@ class Sampler:
         stats.cuda_graphs_captured = self._decoder.captured - captured
         return [table.rollout(i, version) for i in range(len(requests))]
 
-    def _run(self, requests: Sequence[Request], sampling: Sampling, bar: Progress) -> _Table:
+    def _run(self, requests: Sequence[Request], sampling: Sampling, bar: Progress) -> RowTable:
         longest = max(len(r.context) + r.max_tokens for r in requests)
         rows = self._rows_for(longest, len(requests))
         self.stats.rows = rows
         if self._decoder.cache is not None and self._decoder.cache.rows < rows:
             self.release()
-        table = _Table(requests, rows)
+        table = RowTable(requests, rows)
         waiting = lexicographic([as_ids(r.context) for r in requests])
         refill = max(1, rows // 8)  # admitting one by one would run a prefill for every step
         carry: Carry | None = None
@@ -246,7 +184,7 @@ class Sampler:
 
     def _admit(
         self,
-        table: _Table,
+        table: RowTable,
         requests: Sequence[Request],
         candidates: list[int],
         carry: Carry | None,
@@ -280,7 +218,7 @@ class Sampler:
         self.stats.prefill_seconds += time.perf_counter() - begin
         return done.carry, taken
 
-    def _advance(self, table: _Table, sampling: Sampling, longest: int) -> int:
+    def _advance(self, table: RowTable, sampling: Sampling, longest: int) -> int:
         """Draws up to `check_every` tokens for each running row and lets ended rows go; returns the tokens kept."""
         running = table.count
         active = slice(0, running)
@@ -309,7 +247,7 @@ class Sampler:
             self._place(table)
         return drawn_by_ended + steps * int((~ended).sum())
 
-    def _tidy(self, table: _Table, cache: KVCache) -> None:
+    def _tidy(self, table: RowTable, cache: KVCache) -> None:
         """Puts rows of similar length side by side where that saves a good part of the coming steps' attention."""
         lengths = table.length[: table.count]
         order = np.argsort(-lengths, kind="stable")
@@ -318,15 +256,14 @@ class Sampler:
         if self.check_every == 1 and now > 1.2 * tidied:
             moved = np.flatnonzero(order != np.arange(table.count))
             cache.move(order[moved], moved, int(lengths.max()))
-            for column in (table.request, table.token, table.length, table.drawn):
-                column[moved] = column[order[moved]]
+            table.move(order[moved], moved)
 
-    def _place(self, table: _Table) -> None:
+    def _place(self, table: RowTable) -> None:
         active = slice(0, table.count)
         streams = table.streams[table.request[active]]
         self._decoder.place(table.token[active], table.length[active], streams, table.drawn[active])
 
-    def _cache_for(self, table: _Table, needed: int, longest: int) -> KVCache:
+    def _cache_for(self, table: RowTable, needed: int, longest: int) -> KVCache:
         """The cache, grown if `needed` positions do not fit: by half at least, to no more than the call can need."""
         cache = self._decoder.cache
         most = length_bucket(longest + self.check_every)

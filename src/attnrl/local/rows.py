@@ -1,0 +1,83 @@
+"""The host's book of the rows that run and of what each request has drawn.
+
+Shapes: R rows, C steps between two looks from the host, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnrl.errors import TrainingError
+from attnrl.local.cache import Ints
+from attnrl.local.draw import stream_of
+from attnrl.types import Finish, Request, Rollout
+
+
+class RowTable:
+    """Host side of the running rows (the first `count`) and what has been drawn, per request."""
+
+    def __init__(self, requests: Sequence[Request], rows: int) -> None:
+        limits = np.array([request.max_tokens for request in requests], np.int64)
+        self.limits = limits
+        self.offsets = np.concatenate([[0], np.cumsum(limits)[:-1]]).astype(np.int64)
+        self.streams = np.array([stream_of(request.seed) for request in requests], np.int64)
+        self.ids = np.empty(int(limits.sum()), np.int32)  # pages no token reaches are never touched
+        self.logprobs = np.empty(int(limits.sum()), np.float32)
+        self.lengths_of = np.zeros(len(requests), np.int64)
+        self.finish: list[Finish] = ["length"] * len(requests)
+        self.finished = 0
+        self.count = 0
+        self.request, self.token, self.length, self.drawn = np.zeros((4, rows), np.int64)
+
+    def record(
+        self, request_R: Ints, drawn_R: Ints, ids_RC: Ints, logprobs_RC: NDArray[np.float32], stops_V: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Keeps each row's new tokens up to its end and returns which rows have ended: bool [R]."""
+        column_C = np.arange(ids_RC.shape[1])
+        after_RC = drawn_R[:, None] + column_C + 1
+        stop_RC = stops_V[ids_RC]
+        end_RC = stop_RC | (after_RC >= self.limits[request_R][:, None])
+        ended_R: NDArray[np.bool_] = np.any(end_RC, axis=1)
+        last_R = np.where(ended_R, end_RC.argmax(axis=1), len(column_C) - 1)
+        valid_RC = column_C <= last_R[:, None]
+        target_RC = self.offsets[request_R][:, None] + after_RC - 1
+        kept = logprobs_RC[valid_RC]
+        if not np.isfinite(kept).all():
+            raise TrainingError("the model's logits are not finite: no token can be drawn; check the weights for NaN")
+        self.ids[target_RC[valid_RC]] = ids_RC[valid_RC]
+        self.logprobs[target_RC[valid_RC]] = kept
+        for row in np.flatnonzero(ended_R):
+            request = int(request_R[row])
+            self.lengths_of[request] = drawn_R[row] + last_R[row] + 1
+            self.finish[request] = "stop" if stop_RC[row, last_R[row]] else "length"
+            self.finished += 1
+        return ended_R
+
+    def append(self, request: Ints, token: Ints, length: Ints) -> Ints:
+        """Adds rows that have drawn one token; returns their places."""
+        places = np.arange(self.count, self.count + len(request))
+        self.request[places], self.token[places], self.length[places], self.drawn[places] = request, token, length, 1
+        self.count += len(request)
+        return places
+
+    def remove(self, ended_R: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+        """Drops ended rows, moving the last running rows into the gaps: returns (moved from, moved to)."""
+        running = int((~ended_R).sum())
+        target = np.flatnonzero(ended_R[:running])
+        source = running + np.flatnonzero(~ended_R[running:])
+        self.move(source, target)
+        self.count = running
+        return source, target
+
+    def move(self, source: Ints, target: Ints) -> None:
+        """Row `target[i]` becomes what row `source[i]` was."""
+        for column in (self.request, self.token, self.length, self.drawn):
+            column[target] = column[source]
+
+    def rollout(self, request: int, version: int) -> Rollout:
+        start = int(self.offsets[request])
+        kept = slice(start, start + int(self.lengths_of[request]))
+        return Rollout(self.ids[kept].copy(), self.logprobs[kept].copy(), self.finish[request], version)
