@@ -94,7 +94,8 @@ def words_only(cleaned: str) -> str:
 
 
 def _texty(reading: Reading) -> bool:
-    return bool(_WORD.search(reading.cleaned)) or re.fullmatch(r"\(?[A-J]\)?", words_only(reading.cleaned)) is not None
+    bare = words_only(reading.cleaned.strip("{}"))
+    return bool(_WORD.search(reading.cleaned)) or re.fullmatch(r"[A-J]|\([A-Z]\)", bare) is not None
 
 
 def _by_text(gold: Reading, answer: Reading) -> bool:
