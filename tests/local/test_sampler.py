@@ -132,9 +132,9 @@ def test_the_same_tokens_for_any_number_of_rows(model: Any) -> None:
 def test_rows_of_very_different_lengths_are_put_in_order_without_a_trace(qwen2: Any) -> None:
     """Short and long contexts alternate, so that rows are re-ordered by length before they run."""
     rng = np.random.default_rng(0)
-    contexts = [as_ids(np.append([5 + i], rng.integers(0, VOCABULARY, (3, 90)[i % 2]))) for i in range(40)]
+    contexts = [as_ids(np.append([5 + i], rng.integers(0, VOCABULARY, (3, 90)[i % 2]))) for i in range(56)]
     requests = [Request(context, 6, seed) for seed, context in enumerate(contexts)]
-    rollouts = Sampler(qwen2, stop_ids=STOPS, rows=40).generate(requests, Sampling(), version=0)
+    rollouts = Sampler(qwen2, stop_ids=STOPS, rows=56).generate(requests, Sampling(), version=0)
     for request, rollout in zip(requests, rollouts, strict=True):
         assert_well_formed(request, rollout, version=0)
         np.testing.assert_allclose(rollout.logprobs, plain_logprobs(qwen2, request, rollout, Sampling()), atol=1e-4)

@@ -25,7 +25,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from attnrl.errors import ConfigError, DataError
 from attnrl.local.cache import (
     Blocks,
-    Ints,
     KVCache,
     LayerShape,
     ProbeAttention,
