@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from attnrl.errors import DataError
 from attnrl.scoring import ScoreReport, fci, rank_correlation, score
+from attnrl.scoring.entropy import stats_of
 from attnrl.scoring.scorer import bins_by_budget
 from attnrl.types import ScoreRequest, Scores, Step, as_ids
 
@@ -107,3 +108,10 @@ def test_rank_correlation_by_hand() -> None:
     got = rank_correlation(np.array([0.1, 0.5, 0.5, 0.9]), np.arange(4))
     assert got == pytest.approx(4.5 / np.sqrt(4.5 * 5.0))
     assert np.isnan(rank_correlation(np.ones(3), np.arange(3)))
+
+
+def test_tokens_that_cannot_occur_add_nothing_to_the_entropy() -> None:
+    logits = torch.tensor([[0.0, float("-inf"), np.log(3.0)]])
+    logprobs, entropy = stats_of(logits.clone(), torch.tensor([2]), 1.0)
+    assert logprobs.item() == pytest.approx(np.log(0.75))
+    assert entropy.item() == pytest.approx(-0.25 * np.log(0.25) - 0.75 * np.log(0.75))

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
-CHUNK_BYTES = 1 << 29  # of the head's output held at once
+CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 25}  # of logits held at once; small blocks of memory are reused on a CPU
 
 
 def logits_head(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -41,10 +40,15 @@ def stats_of(logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: floa
         from attnrl.scoring.head_triton import row_stats  # triton is only there with CUDA builds of torch
 
         return row_stats(logits_NV, targets_N, temperature)
-    log_p_NV = F.log_softmax(logits_NV.float() / temperature, -1)
-    chosen_N = log_p_NV.gather(-1, targets_N[:, None])[:, 0]
-    # p log p is 0 where p is 0, also for tokens with logit -inf
-    return chosen_N, torch.special.entr(log_p_NV.exp()).sum(-1)
+    below_NV = logits_NV.float() / temperature if temperature != 1.0 else logits_NV.float()
+    below_NV -= below_NV.amax(-1, keepdim=True)
+    chosen_N = below_NV.gather(-1, targets_N[:, None])[:, 0]
+    p_NV = below_NV.exp()
+    total_N = p_NV.sum(-1)
+    # p * x is 0 where p is 0, also for tokens with logit -inf
+    mean_N = p_NV.mul_(below_NV.clamp_(min=-1e30)).sum(-1) / total_N
+    log_total_N = total_N.log()
+    return chosen_N - log_total_N, log_total_N - mean_N
 
 
 def logprobs_and_entropy(
@@ -62,7 +66,7 @@ def logprobs_and_entropy(
     head = logits_head(model)
     inner: Any = model
     row_bytes = int(inner.get_output_embeddings().weight.shape[0]) * hidden_NW.element_size()
-    rows = chunk or max(1, min(4096, CHUNK_BYTES // row_bytes))
+    rows = chunk or max(1, min(4096, CHUNK_BYTES.get(hidden_NW.device.type, 1 << 25) // row_bytes))
     parts = [
         stats_of(head(hidden_NW[at : at + rows]), targets_N[at : at + rows], temperature)
         for at in range(0, len(targets_N), rows)
