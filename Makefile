@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: test lint demo clean
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -188,6 +188,8 @@ class UpdateConfig(Section):
     """Packed tokens per forward and backward; does not change the result."""
     logit_chunk_tokens: int | None = Field(None, ge=1)
     """Tokens whose logits are in memory at a time, None: as many as fit 512 MiB; does not change the result."""
+    share_prefixes: bool = True
+    """Run once over the tokens that samples of a tree share; does not change the result beyond rounding."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass."""
     max_grad_norm: float = Field(1.0, gt=0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-HEADER = "iteration  prompts  accuracy  valid  samples    length  entropy      kl  grad norm  gen tok/s    eta"
+HEADER = "iteration prompts accuracy valid samples length entropy     kl gradient tokens/s    eta"
 
 
 def console_line(iterations: int, console: Console | None = None) -> Callable[[dict[str, float]], None]:
@@ -22,12 +22,12 @@ def console_line(iterations: int, console: Console | None = None) -> Callable[[d
         evaluated = {k: v for k, v in metrics.items() if k.startswith("eval/") and k.endswith("/pass@1")}
         if "train/samples" in metrics:
             if lines % 20 == 0:
-                out.print(HEADER, style="bold")
+                out.print(HEADER, style="bold", soft_wrap=True)
             if lines == 0:
                 first = done - 1
             lines += 1
             left = (time.monotonic() - start) / max(done - first, 1) * (iterations - done)
-            out.print(_line(metrics, done, iterations, left), highlight=False)
+            out.print(_line(metrics, done, iterations, left), highlight=False, soft_wrap=True)
         for name, value in evaluated.items():
             low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
             band = f"  [95 % {low:.1%} to {high:.1%}]" if low is not None and high is not None else ""
@@ -40,10 +40,10 @@ def console_line(iterations: int, console: Console | None = None) -> Callable[[d
 def _line(m: dict[str, float], done: int, iterations: int, left: float) -> str:
     speed = m.get("generate/tokens", 0.0) / max(m.get("seconds/generate", 0.0), 1e-9)
     return (
-        f"{done:>5}/{iterations:<5}{m.get('batch/prompts', 0):>6.0f}{m.get('trunks/accuracy', 0):>10.1%}"
-        f"{m.get('both/valid', m.get('trunks/valid', 0)):>7.0%}{m.get('train/samples', 0):>9.0f}"
-        f"{m.get('generate/length', 0):>10.1f}{m.get('policy/entropy', float('nan')):>9.3f}"
-        f"{m.get('policy/kl', float('nan')):>8.4f}{m.get('policy/grad_norm', float('nan')):>11.3f}{speed:>11.0f}"
+        f"{f'{done}/{iterations}':>9}{m.get('batch/prompts', 0):>8.0f}{m.get('trunks/accuracy', 0):>9.1%}"
+        f"{m.get('both/valid', m.get('trunks/valid', 0)):>6.0%}{m.get('train/samples', 0):>8.0f}"
+        f"{m.get('generate/length', 0):>7.0f}{m.get('policy/entropy', float('nan')):>8.3f}"
+        f"{m.get('policy/kl', float('nan')):>7.4f}{m.get('policy/grad_norm', float('nan')):>9.3f}{speed:>9.0f}"
         f"{_span(left):>7}"
     )
 

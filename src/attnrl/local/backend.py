@@ -238,6 +238,7 @@ def learner_options(config: Config) -> LearnerOptions:
         minibatch_samples=update.minibatch_samples,
         microbatch_tokens=update.microbatch_tokens,
         logit_chunk_tokens=update.logit_chunk_tokens,
+        share_prefixes=update.share_prefixes,
         gradient_checkpointing=update.gradient_checkpointing,
         max_bad_updates=update.max_bad_updates,
         temperature=config.sampling.temperature,
