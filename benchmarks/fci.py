@@ -491,7 +491,7 @@ def environment() -> dict[str, Any]:
         "triton": triton.__version__,
         "transformers": transformers.__version__,
         "commit": commit.stdout.strip() or None,
-        "command": "python benchmarks/fci.py " + " ".join(sys.argv[1:]),
+        "command": "python benchmarks/fci.py " + " ".join(Path(word).name for word in sys.argv[1:]),
     }
 
 
@@ -526,6 +526,13 @@ def table(results: dict[str, Any]) -> str:
             f"{row['dense_error']:.1e}" if "dense_error" in row else "-",
         ]
         lines.append(f"| {name} | {int(tokens):,} | " + " | ".join(cells) + " |")
+    cases = [case for case in results.get("correct", {}).get("cases", []) if "relative_error" in case]
+    if cases:
+        worst = max(case["relative_error"] for case in cases)
+        lines += ["", f"Largest relative error against float64 over {len(cases)} layouts: {worst:.1e}."]
+    if "equal" in results.get("branch", {}):
+        same, count = results["branch"]["equal"], results["branch"]["responses"]
+        lines += ["", f"Branch points equal those of dense float32 on {same:.1%} of {count:,} random responses."]
     env = results.get("environment", {})
     lines += ["", f"`{env.get('command')}`, commit {env.get('commit')}, {env.get('gpu')}, torch {env.get('torch')}."]
     return "\n".join(lines)
@@ -535,6 +542,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write or extend")
     parser.add_argument("--sections", default=",".join(SECTIONS), help="comma list of " + ", ".join(SECTIONS))
+    parser.add_argument("--commit", help="the commit under test, where the machine has no repository")
     parser.add_argument("--table", action="store_true", help="print Markdown from the file and stop")
     args = parser.parse_args()
     results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.is_file() else {}
@@ -542,6 +550,7 @@ def main() -> None:
         print(table(results))
         return
     results["environment"] = environment()
+    results["environment"]["commit"] = args.commit or results["environment"]["commit"]
     for name in args.sections.split(","):
         start = time.perf_counter()
         record: dict[str, Any] = {}

@@ -19,8 +19,12 @@ from attnrl.errors import DataError
 from attnrl.scoring.fci_triton import LOG2E, Tile, _column_sums, _row_lse, _step_max
 from attnrl.scoring.plan import ALIGN, Plan, key_blocks, query_blocks
 
-# Measured on one H200 by benchmarks/fci.py --tune; other devices and shapes are measured at first use.
-SHIPPED: dict[str, Tile] = {}
+# Measured on one H200 by benchmarks/fci.py, section "tune"; other devices and shapes are measured at first use.
+SHIPPED: dict[str, Tile] = {
+    "sm90/bfloat16/d128/t1024": Tile(64, 64, 4, 3),
+    **{f"sm90/bfloat16/d128/t{tokens}": Tile(128, 64, 8, 3) for tokens in (2048, 4096, 8192, 16384, 32768)},
+    **{f"sm90/bfloat16/d64/t{tokens}": Tile(64, 128, 4, 2, registers=128) for tokens in (4096, 8192, 16384, 32768)},
+}
 CANDIDATES = [
     Tile(128, 64, 8, 3),
     Tile(128, 128, 8, 2, registers=128),
