@@ -58,6 +58,8 @@ class TaskConfig(Section):
     """Fewest and most re-computations of an earlier count in a solution."""
     slips: float = Field(0.0, ge=0, lt=1)
     """Chance that a computation of a solution first goes wrong and is corrected by a check."""
+    errors: float = Field(0.0, ge=0, lt=1)
+    """Chance that a computation of a solution goes wrong and stays so; problems and answers are not touched."""
     plan_entries: int = Field(3, ge=1)
     """Quantities per step of a solution's plan."""
     wording: Literal["sentences", "list", "equations"] = "sentences"

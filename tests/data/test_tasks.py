@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -202,6 +203,22 @@ def test_a_task_depends_on_spec_split_seed_and_index_alone() -> None:
     assert all(other.problem != first.problem for other in others)
 
 
+def test_a_teacher_that_errs_goes_on_from_its_error_and_leaves_problem_and_answer_alone() -> None:
+    spec = TaskSpec(operations=(4, 4), sides=(0, 0), checks=(0, 0))
+    erring = replace(spec, errors=0.2)
+    right = 0
+    for index in range(300):
+        task, other = make_task(spec, "train", index), make_task(erring, "train", index)
+        assert (task.problem, task.answer) == (other.problem, other.answer)
+        wrong_lines = 0
+        for a, sign, b, value in re.findall(r"= (\d+) ([+*-]) (\d+) = (\d+)", other.solution):
+            wrong_lines += compute(sign, int(a), int(b), spec.modulus) != int(value)
+        boxed = other.solution.rpartition("{")[2].partition("}")[0]
+        assert wrong_lines or boxed == task.answer
+        right += not wrong_lines
+    assert 300 * 0.8**4 - 40 < right < 300 * 0.8**4 + 40
+
+
 def test_response_lengths_span_what_experiments_need() -> None:
     tokenizer = task_tokenizer()
     short = make_tasks(TaskSpec(operations=(4, 4), checks=(0, 0)), "train", 20)
@@ -291,6 +308,7 @@ def test_tasks_take_the_prompt_path_of_any_data_set() -> None:
         ({"modulus": 4}, "modulus"),
         ({"modulus": None, "largest": 5}, "largest"),
         ({"slips": 1.0}, "slips"),
+        ({"errors": 0.5, "modulus": None}, "errors"),
         ({"names": 41}, "names"),
         ({"operations": (20, 20), "distractors": (0, 20)}, "lower one of the ranges"),
         ({"kinds": ("plus",)}, "kinds"),

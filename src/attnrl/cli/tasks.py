@@ -35,6 +35,8 @@ class TaskFlags:
     """Fewest and most re-computations of an earlier count in a solution."""
     slips: float = 0.0
     """Chance that a computation of a solution first goes wrong and is corrected by a check."""
+    errors: float = 0.0
+    """Chance that a computation of a solution goes wrong and stays so: a teacher that errs."""
     plan_entries: int = 3
     """Quantities per step of a solution's plan."""
     wording: Literal["sentences", "list", "equations"] = "sentences"

@@ -48,6 +48,7 @@ class TaskSpec:
     givens: int = 3  # most given counts that serve as second operands
     checks: tuple[int, int] = (0, 2)  # re-computations of an earlier count in the solution
     slips: float = 0.0  # chance that a computation first goes wrong and is corrected by a check
+    errors: float = 0.0  # chance that a computation goes wrong and stays so: solutions of a teacher that errs
     plan_entries: int = 3  # quantities per step of the plan
     wording: Wording = "sentences"  # equations are quoted word for word by the solution: easiest for small models
     kinds: tuple[Kind, ...] = KINDS  # operations in use
@@ -64,6 +65,8 @@ class TaskSpec:
             raise ConfigError(f"largest = {self.largest}: must be at least {2 * CONSTANTS[1]}")
         if not 0.0 <= self.slips < 1.0:
             raise ConfigError(f"slips = {self.slips}: must be at least 0 and below 1")
+        if not 0.0 <= self.errors < 1.0 or (self.errors and self.modulus is None):
+            raise ConfigError(f"errors = {self.errors}: must be at least 0 and below 1, and 0 without a modulus")
         if self.plan_entries < 1 or self.givens < 0:
             raise ConfigError("plan_entries must be at least 1 and givens at least 0")
         if self.wording not in get_args(Wording):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 import random
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from attnrl.data.records import Record
@@ -47,6 +48,7 @@ EQUATIONS: dict[str, str] = {
     "minus": "- {name} = {first} - {second}",
 }
 WORDINGS: dict[str, dict[str, str]] = {"sentences": SENTENCES, "list": LINES, "equations": EQUATIONS}
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 MODULUS = "All counts are modulo {modulus}."
 QUESTION = "How many {name} are there?"
 TEST_BUCKETS = 16  # one problem in this many belongs to the test split
@@ -99,7 +101,8 @@ def make_task(spec: TaskSpec, split: Split, index: int, seed: int = 0) -> Task:
         raise ConfigError(f"split = {split!r}: must be 'train' or 'test'")
     if index < 0:
         raise ConfigError(f"index = {index}: must be at least 0")
-    digest = hashlib.sha256(repr((astuple(spec), seed, split, index)).encode()).digest()
+    settings = tuple(getattr(spec, f.name) for f in fields(spec) if f.name != "errors")  # errors touch solutions only
+    digest = hashlib.sha256(repr((settings, seed, split, index)).encode()).digest()
     rng = random.Random(int.from_bytes(digest, "big"))
     for _ in range(100 * TEST_BUCKETS):
         graph = draw_graph(spec, rng)
@@ -179,9 +182,12 @@ def write_problem(spec: TaskSpec, graph: Graph, rng: random.Random) -> str:
 
 
 def write_solution(spec: TaskSpec, graph: Graph, rng: random.Random) -> str:
-    """Plan, computations, checks and the boxed answer, apart by blank lines."""
-    values = {q.name: q.value for q in graph.all}
+    """Plan, computations, checks and the boxed answer, apart by blank lines.
+
+    With `errors` the writer goes wrong in some computations without noticing, and goes on from there.
+    """
     trace = graph.trace
+    values = _believed_values(spec, graph, rng)
     entries = [_plan_entry(q) for q in trace]
     size = spec.plan_entries
     steps = [f"Plan: {', '.join(entries[i : i + size])}." for i in range(0, len(entries), size)]
@@ -196,14 +202,36 @@ def write_solution(spec: TaskSpec, graph: Graph, rng: random.Random) -> str:
             continue
         sign, sums = SIGNS[q.kind], _sums(q, values)
         slip = spec.slips > 0 and rng.random() < spec.slips
-        shown = (q.value + rng.randrange(1, spec.numbers)) % spec.numbers if slip else q.value
+        value = values[q.name]
+        shown = _other(value, spec, rng) if slip else value
         steps.append(f"Then {q.name} = {q.first} {sign} {q.operand} = {sums} = {shown}")
         if slip:
-            steps.append(f"Check: {q.name} = {sums} = {q.value}, not {shown}")
+            steps.append(f"Check: {q.name} = {sums} = {value}, not {shown}")
         for other in checked.get(q.name, []):
-            steps.append(f"Check: {other.name} = {_sums(other, values)} = {other.value}, right")
-    steps.append(f"So {graph.asked.name} = \\boxed{{{graph.asked.value}}}.")
+            steps.append(f"Check: {other.name} = {_sums(other, values)} = {values[other.name]}, right")
+    steps.append(f"So {graph.asked.name} = \\boxed{{{values[graph.asked.name]}}}.")
     return "\n\n".join(steps)
+
+
+def _believed_values(spec: TaskSpec, graph: Graph, rng: random.Random) -> dict[str, int]:
+    """What the writer takes each quantity to be: the truth, unless `errors` struck in it or in one it stands on."""
+    values = {q.name: q.value for q in graph.all}
+    if not spec.errors:
+        return values
+    assert spec.modulus is not None
+    for q in reversed(graph.trace):
+        if q.kind is None:
+            continue
+        second = values[q.second] if q.second else q.constant
+        values[q.name] = OPERATIONS[SIGNS[q.kind]](values[q.first], second) % spec.modulus
+        if rng.random() < spec.errors:
+            values[q.name] = _other(values[q.name], spec, rng)
+    return values
+
+
+def _other(value: int, spec: TaskSpec, rng: random.Random) -> int:
+    """Another count than this."""
+    return (value + rng.randrange(1, spec.numbers)) % spec.numbers
 
 
 def _plan_entry(quantity: Quantity) -> str:
