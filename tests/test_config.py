@@ -103,6 +103,12 @@ def test_task_settings_are_those_of_the_generator() -> None:
     assert ours == {f.name: getattr(TaskSpec(), f.name) for f in dataclasses.fields(TaskSpec)}
 
 
+def test_none_is_nothing_where_a_key_may_be_empty_and_a_name_elsewhere() -> None:
+    config = load_config("attnrl_1p5b", {"update.minibatch_prompts": "none", "algo.rule": "none", "algo.filter": "none"})
+    assert config.update.minibatch_prompts is None
+    assert (config.algo.rule, config.algo.filter) == ("none", "none")
+
+
 def test_config_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config().algo.points = 3  # type: ignore[misc]

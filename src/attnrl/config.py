@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -280,7 +280,7 @@ def load_config(preset: str, overrides: Mapping[str, Any] | None = None) -> Conf
     """
     values = read_preset(preset)
     for key, value in (overrides or {}).items():
-        _put(values, key, value)
+        _put(values, key, None if value in ("none", "None") and key in _optional_keys() else value)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -345,6 +345,15 @@ def explain(error: ValidationError, where: str) -> str:
         else:
             lines.append(f"{key}: {item['msg'].lower()}, got {item['input']!r}")
     return f"{where}: " + "\n  ".join(lines)
+
+
+def _optional_keys(section: type[BaseModel] = Config, prefix: str = "") -> set[str]:
+    """Dotted keys that may be none; elsewhere "none" is a name like any other."""
+    found = {f"{prefix}{n}" for n, f in section.model_fields.items() if type(None) in get_args(f.annotation)}
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= _optional_keys(field.annotation, f"{prefix}{name}.")
+    return found
 
 
 def keys(section: type[BaseModel] = Config, prefix: str = "") -> dict[str, str]:

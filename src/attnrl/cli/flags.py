@@ -41,13 +41,11 @@ def parse(
 
 
 def toml_value(text: str) -> Any:
-    """A flag's value: TOML where it reads as TOML, else the text itself; a bare word list may omit brackets.
+    """A flag's value: TOML where it reads as TOML, else the text itself.
 
     >>> toml_value("3"), toml_value("[1, 2]"), toml_value("true"), toml_value("easy")
     (3, [1, 2], True, 'easy')
     """
-    if text in ("none", "None"):
-        return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
