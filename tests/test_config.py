@@ -104,7 +104,8 @@ def test_task_settings_are_those_of_the_generator() -> None:
 
 
 def test_none_is_nothing_where_a_key_may_be_empty_and_a_name_elsewhere() -> None:
-    config = load_config("attnrl_1p5b", {"update.minibatch_prompts": "none", "algo.rule": "none", "algo.filter": "none"})
+    nothing = dict.fromkeys(["update.minibatch_prompts", "algo.rule", "algo.filter"], "none")
+    config = load_config("attnrl_1p5b", nothing)
     assert config.update.minibatch_prompts is None
     assert (config.algo.rule, config.algo.filter) == ("none", "none")
 
