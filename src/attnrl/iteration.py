@@ -73,6 +73,7 @@ class Parts:
     max_prompts: int = 256
     drop: Drop = "samples"
     grade_truncated: bool = False
+    activity: Callable[[], dict[str, float]] = dict  # the engine's own metrics since it was last asked
 
     @property
     def target_samples(self) -> int:
@@ -148,7 +149,9 @@ def one_step_off_policy(state: State, parts: Parts) -> Outcome:
         rng=dict(rng.bit_generator.state),
         generated_tokens=state.generated_tokens + sum(len(r.ids) for r in rollouts),
     )
-    metrics = describe(state, state.waiting, forests, samples, rollouts, parts) | learned | clock.metrics()
+    metrics = (
+        describe(state, state.waiting, forests, samples, rollouts, parts) | learned | parts.activity() | clock.metrics()
+    )
     return Outcome(after, metrics, forests, samples)
 
 
@@ -189,7 +192,12 @@ def on_policy(state: State, parts: Parts) -> Outcome:
         rng=dict(rng.bit_generator.state),
         generated_tokens=state.generated_tokens + sum(len(r.ids) for r in [*first, *second]),
     )
-    metrics = describe(state, groups, forests, samples, [*first, *second], parts) | learned | clock.metrics()
+    metrics = (
+        describe(state, groups, forests, samples, [*first, *second], parts)
+        | learned
+        | parts.activity()
+        | clock.metrics()
+    )
     return Outcome(after, metrics, forests, samples)
 
 

@@ -77,6 +77,7 @@ def build_parts(
         max_prompts=algo.max_prompts,
         drop=algo.drop,
         grade_truncated=algo.grade_truncated,
+        activity=getattr(backend, "activity", dict),
     )
 
 
@@ -181,6 +182,7 @@ def build_evaluate(config: Config, backend: LocalBackend, verifier: Verifier) ->
             grade_truncated=config.algo.grade_truncated,
             progress=True,
         )
+        backend.activity()  # what the evaluation cost is not the next iteration's
         return report.metrics()
 
     return measure

@@ -58,9 +58,9 @@ class LocalBackend:
     A checkpoint holds `model/` (Hugging Face format with tokenizer, loadable as it is), `learner.pt` (optimizer,
     counters, random states) and with LoRA `adapter/` (peft format; `model/` is then the merged model).
 
-    Metrics of `update` are those of `UpdateMetrics`, and of the time since the last update:
+    Metrics of `update` are those of `UpdateMetrics`; those of `activity`, of the time since it was last asked:
     score/overhead             time of scoring with FCI over time without, minus 1
-    score/seconds, score/tokens, score/packs
+    score/seconds, score/tokens, score/packs, score/attention_KIND and score/fci_KIND (1: that implementation ran)
     generate/shared_context    share of context tokens that another request had already run over
     device/peak_memory_gb      most device memory held, GB (CUDA only)
     """
@@ -84,7 +84,7 @@ class LocalBackend:
             rows=self.options.rows,
             progress=self.options.progress,
         )
-        self.scored = scoring.ScoreReport()  # since the last update
+        self.scored = scoring.ScoreReport()  # since the last call of `activity`
         self._shared_tokens = self._context_tokens = 0
         self.learner: Learner | None = None
         if learner is not None:
@@ -126,22 +126,21 @@ class LocalBackend:
             show = functools.partial(self._show, bar, task)
             metrics = self.learner.update(samples, version=self.version, progress=show)
         self.version += 1
-        metrics |= self._engine_metrics()
-        if self.device.type == "cuda":
-            metrics["device/peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
-            torch.cuda.reset_peak_memory_stats(self.device)
         return metrics
 
     @staticmethod
     def _show(bar: Progress, task: TaskID, done: int, total: int) -> None:
         bar.update(task, completed=done, total=total)
 
-    def _engine_metrics(self) -> dict[str, float]:
-        """What sampler and scorer did since the last update; they start anew."""
+    def activity(self) -> dict[str, float]:
+        """Metrics of what sampler, scorer and device did since the last call of this; they start anew."""
         metrics = {k: float(v) for k, v in self.scored.metrics().items() if not isinstance(v, str)}
         metrics["generate/shared_context"] = self._shared_tokens / max(1, self._context_tokens)
         self.scored = scoring.ScoreReport()
         self._shared_tokens = self._context_tokens = 0
+        if self.device.type == "cuda":
+            metrics["device/peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+            torch.cuda.reset_peak_memory_stats(self.device)
         return metrics
 
     def save(self, path: Path) -> None:
