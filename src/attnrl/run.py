@@ -27,12 +27,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from attnrl import __version__
 from attnrl.backend import Backend
 from attnrl.checkpoint import load_state, save_state
 from attnrl.errors import ConfigError
 from attnrl.types import Forest, Ids, State
 
-PACKAGES = ("attnrl", "torch", "transformers", "numpy", "math-verify", "triton", "vllm", "verl")
+PACKAGES = ("torch", "transformers", "numpy", "math-verify", "triton", "vllm", "verl")
 MAY_CHANGE = ("about", "run.iterations", "run.generated_tokens", "run.checkpoint_every", "run.keep_checkpoints")
 
 
@@ -136,7 +137,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 def environment() -> dict[str, Any]:
     """Versions, commit and machine: what a reader needs to run it again."""
-    versions: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {"attnrl": __version__}
     for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)
