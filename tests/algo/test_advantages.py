@@ -52,7 +52,7 @@ def runs(*parts):
     return np.repeat([v for v, _ in parts], [n for _, n in parts])
 
 
-def same(samples, expected):
+def check_advantages(samples, expected):
     assert len(samples) == len(expected)
     for sample, e in zip(samples, expected, strict=True):
         np.testing.assert_allclose(sample.advantages, e, atol=1e-6)
@@ -73,7 +73,7 @@ class TestByHand:
     def test_eq3_on_every_token_of_every_path(self, forest):
         first = (2 / 5 - 1 / 3 + 2 / 5 - 1 / 3) / sqrt(5)
         second = (1 / 3 - 1 / 3 + 1 / 3 - 2 / 5) / sqrt(3)
-        same(
+        check_advantages(
             tree(forest, rng()),
             [
                 runs((first, 2), (second, 2), (1 - 1 / 3 + 1 - 1 / 3, 2)),
@@ -88,22 +88,22 @@ class TestByHand:
     def test_released_unbranched_trunks_count_in_the_root_only(self, forest):
         with_b, without_b = tree(forest, rng()), tree(forest, rng(), train_unbranched=False)
         assert len(without_b) == 5
-        same(without_b, [s.advantages for s in with_b[:5]])
+        check_advantages(without_b, [s.advantages for s in with_b[:5]])
 
     def test_grpo(self, build):
         # rewards 1 0 0 0: mean 1/4, sample std 1/2, population std sqrt(3)/4
         forest = build.forest(*(build.tree(n, r) for n, r in [(2, 1.0), (3, 0.0), (1, 0.0), (4, 0.0)]))
-        same(grpo(forest, rng()), [runs((1.5, 2)), runs((-0.5, 3)), runs((-0.5, 1)), runs((-0.5, 4))])
-        same(
+        check_advantages(grpo(forest, rng()), [runs((1.5, 2)), runs((-0.5, 3)), runs((-0.5, 1)), runs((-0.5, 4))])
+        check_advantages(
             grpo(forest, rng(), ddof=0), [runs((v, n)) for v, n in [(3**0.5, 2), *((-(3**-0.5), n) for n in (3, 1, 4))]]
         )
 
     def test_grpo_uses_trunks_only(self, forest):
         # trunks 1 and 0: mean 1/2, sample std sqrt(1/2)
-        same(grpo(forest, rng()), [runs((sqrt(0.5), 6)), runs((-sqrt(0.5), 3))])
+        check_advantages(grpo(forest, rng()), [runs((sqrt(0.5), 6)), runs((-sqrt(0.5), 3))])
 
     def test_spo_tree_is_child_minus_parent(self, forest):
-        same(
+        check_advantages(
             edge(forest, rng()),
             [
                 runs((1 / 15, 2), (-1 / 15, 2), (2 / 3, 2)),
@@ -130,7 +130,7 @@ class TestByHand:
             path(2 / 5, (0, 1 / 3, 1, 3)),
         ]
         centre = np.concatenate(raw).mean()
-        same(treerl(forest, rng(), train_leaves=None), [r - centre for r in raw])
+        check_advantages(treerl(forest, rng(), train_leaves=None), [r - centre for r in raw])
 
     def test_treepo(self, forest):
         raw = np.array(
@@ -144,7 +144,7 @@ class TestByHand:
             ]
         )
         spread = sqrt(((raw - raw.mean()) ** 2).sum() / 6)
-        same(treepo(forest, rng()), [runs((a / spread, n)) for a, n in zip(raw, LEAF_TOKENS, strict=True)])
+        check_advantages(treepo(forest, rng()), [runs((a / spread, n)) for a, n in zip(raw, LEAF_TOKENS, strict=True)])
 
     def test_tree_grpo_adds_within_and_across(self, forest):
         # across: mean 1/3, sample variance (2 * 4/9 + 4 * 1/9) / 5 = 4/15; within A: mean 2/5, (2*.36 + 3*.16) / 4 = .3
@@ -152,11 +152,11 @@ class TestByHand:
         wrong = (-1 / 3) / sqrt(4 / 15) + (-2 / 5) / sqrt(0.3)
         alone = (-1 / 3) / sqrt(4 / 15)  # B has one leaf: nothing to compare with within it
         values = [right, right, wrong, wrong, wrong, alone]
-        same(tree_grpo(forest, rng()), [runs((a, n)) for a, n in zip(values, LEAF_TOKENS, strict=True)])
+        check_advantages(tree_grpo(forest, rng()), [runs((a, n)) for a, n in zip(values, LEAF_TOKENS, strict=True)])
 
     def test_vineppo_differences_of_rollout_means(self, forest):
         # V(start) = 1/2 (trunks), V(2) = 1/2, V(4) = 0, end: the trunk's reward 1; B: 1/2 to 0
-        same(chain(forest, rng()), [runs((0, 2), (-0.5, 2), (1, 2)), runs((-0.5, 3))])
+        check_advantages(chain(forest, rng()), [runs((0, 2), (-0.5, 2), (1, 2)), runs((-0.5, 3))])
 
     def test_spo_chain_trains_unsure_tokens_only(self, forest):
         # p = exp(-i / 10): 1, 0.905, 0.819, 0.741 ...
@@ -241,7 +241,7 @@ def test_tree_advantages_equal_enumeration_of_leaves(build, trees):
         ]
         for path in below
     ]
-    same(tree(grow(build, trees), rng()), expected)
+    check_advantages(tree(grow(build, trees), rng()), expected)
 
 
 @given(trees=forests())
@@ -271,7 +271,7 @@ def test_treepo_equals_enumeration_of_ancestors(build, trees):
         raw.append(sum(rewards[leaf] - value(rewards, a) for a in ancestors) / len(ancestors))
     spread = np.std(raw)
     expected = [np.full(len(p), r / spread if spread > 1e-12 else 0.0) for p, r in zip(below, raw, strict=True)]
-    same(treepo(grow(build, trees), rng()), expected)
+    check_advantages(treepo(grow(build, trees), rng()), expected)
 
 
 @given(trees=forests())
@@ -325,7 +325,7 @@ def test_chain_equals_naive_means(build, trees):
         expected.append(
             [at[min(m for m in marks if m > i)] - at[max(m for m in marks if m <= i)] for i in range(tokens)]
         )
-    same(chain(grow(build, trees), rng()), expected)
+    check_advantages(chain(grow(build, trees), rng()), expected)
 
 
 @given(trees=forests())

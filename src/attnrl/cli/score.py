@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from rich.console import Console
 
 from attnrl.algo.branching import fci as fci_rule
 from attnrl.algo.steps import blank_lines
+from attnrl.cli.lines import read_lines
 from attnrl.errors import ConfigError, DataError, MissingFileError
 from attnrl.types import Ids, Prompt, Rollout, ScoreRequest, Scores, Trunk, Verdict, as_ids
 
@@ -63,32 +62,13 @@ class Options:
 
 def read_rows(path: Path) -> list[tuple[str, int, dict[str, Any]]]:
     """(file:line, line from 0, row) of every object in the file; DataError names file:line where one is wrong."""
-    if not path.is_file():
-        raise MissingFileError(f"{path}: no such file; give a .jsonl or .jsonl.gz file")
-    rows = []
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for index, line in enumerate(file):
-                if line.strip():
-                    where = f"{path}:{index + 1}"
-                    rows.append((where, index, _row(where, line)))
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path}: not a readable {'gzip' if path.suffix == '.gz' else 'UTF-8'} file ({error})"
-        ) from error
-    if not rows:
-        raise DataError(f"{path}: no rows")
+    rows = read_lines(path, FIELDS)
+    for where, _, row in rows:
+        _check(where, row)
     return rows
 
 
-def _row(where: str, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not a JSON object ({error.msg} at column {error.colno})") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: not a JSON object but {type(row).__name__}; {FIELDS}")
+def _check(where: str, row: dict[str, Any]) -> None:
     for name in ("prompt", "response"):
         ids, text = row.get(f"{name}_ids"), row.get(name)
         if ids is not None:
@@ -100,7 +80,6 @@ def _row(where: str, line: str) -> dict[str, Any]:
             raise DataError(f"{where}: field {name!r} must be text, not {type(text).__name__}")
         if not (text if ids is None else ids):
             raise DataError(f"{where}: the {name} is empty; drop the line")
-    return row
 
 
 def encode(where: str, row: dict[str, Any], tokenizer: Any, *, chat: bool, vocabulary: int) -> tuple[Ids, Ids]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import time
 from collections import Counter
@@ -15,7 +14,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from attnrl.errors import DataError, MissingFileError
+from attnrl.cli.lines import read_lines
+from attnrl.errors import DataError
 from attnrl.types import Verdict
 from attnrl.verify import Verifier
 
@@ -46,32 +46,14 @@ class Options:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; DataError names file:row where one cannot be graded."""
-    if not path.is_file():
-        raise MissingFileError(f"{path}: no such file; give a .jsonl or .jsonl.gz file")
-    rows = []
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    rows.append(_row(f"{path}:{number}", line))
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path}: not a readable {'gzip' if path.suffix == '.gz' else 'UTF-8'} file ({error})"
-        ) from error
-    if not rows:
-        raise DataError(f"{path}: no rows")
-    return rows
+    """The rows of a file; DataError names file:line where one cannot be graded."""
+    rows = read_lines(path, "write {'response': ..., 'gold': ...}")
+    for where, _, row in rows:
+        _check(where, row)
+    return [row for _, _, row in rows]
 
 
-def _row(where: str, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not a JSON object ({error.msg} at column {error.colno})") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: not a JSON object but {type(row).__name__}; write {{'response': ..., 'gold': ...}}")
+def _check(where: str, row: dict[str, Any]) -> None:
     for key in ("response", "gold"):
         if key not in row:
             raise DataError(f"{where}: field {key!r} is missing; the fields are response and gold")
@@ -80,7 +62,6 @@ def _row(where: str, line: str) -> dict[str, Any]:
     golds = row["gold"] if isinstance(row["gold"], list) else [row["gold"]]
     if not all(isinstance(gold, str) for gold in golds):
         raise DataError(f"{where}: field 'gold' must be text or a list of texts")
-    return row
 
 
 def write_verdicts(path: Path, rows: Sequence[dict[str, Any]], verdicts: Sequence[Verdict]) -> None:
