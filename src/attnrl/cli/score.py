@@ -64,11 +64,11 @@ def read_rows(path: Path) -> list[tuple[str, int, dict[str, Any]]]:
     """(file:line, line from 0, row) of every object in the file; DataError names file:line where one is wrong."""
     rows = read_lines(path, FIELDS)
     for where, _, row in rows:
-        _check(where, row)
+        _check_row(where, row)
     return rows
 
 
-def _check(where: str, row: dict[str, Any]) -> None:
+def _check_row(where: str, row: dict[str, Any]) -> None:
     for name in ("prompt", "response"):
         ids, text = row.get(f"{name}_ids"), row.get(name)
         if ids is not None:

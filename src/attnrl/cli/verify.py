@@ -49,11 +49,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file; DataError names file:line where one cannot be graded."""
     rows = read_lines(path, "write {'response': ..., 'gold': ...}")
     for where, _, row in rows:
-        _check(where, row)
+        _check_row(where, row)
     return [row for _, _, row in rows]
 
 
-def _check(where: str, row: dict[str, Any]) -> None:
+def _check_row(where: str, row: dict[str, Any]) -> None:
     for key in ("response", "gold"):
         if key not in row:
             raise DataError(f"{where}: field {key!r} is missing; the fields are response and gold")
