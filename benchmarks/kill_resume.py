@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 SMALL = "--algo.prompts 4 --data.train_tasks 200 --evaluation.tasks 8 --evaluation.every 4 --run.checkpoint_every 1"
 CLOCK = ("seconds/", "score/overhead", "score/seconds")
@@ -65,6 +66,25 @@ def iterations_done(run_dir: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
+def measure(folder: Path, *, kills: int, iterations: int, seed: int = 0) -> list[dict[str, Any]]:
+    """One row per killed and resumed run: when it was killed, and whether it left what the whole run left."""
+    rng = random.Random(seed)
+    whole = folder / "whole"
+    length = finish(whole, iterations, resume=False)
+    expected = fingerprint(whole)
+    rows = []
+    for i in range(kills):
+        run_dir = folder / f"killed_{i}"
+        share = rng.uniform(0.05, 0.95)
+        kill_after(run_dir, iterations, share * length)
+        recorded = iterations_done(run_dir)
+        finish(run_dir, iterations, resume=True)
+        same = {name: value == expected[name] for name, value in fingerprint(run_dir).items()}
+        rows.append({"killed_at_share": round(share, 3), "metrics_lines_then": recorded, "identical": same})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
@@ -72,21 +92,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder) / "whole"
-        length = finish(whole, args.iterations, resume=False)
-        expected = fingerprint(whole)
-        rows = []
-        for i in range(args.kills):
-            run_dir = Path(folder) / f"killed_{i}"
-            share = rng.uniform(0.05, 0.95)
-            kill_after(run_dir, args.iterations, share * length)
-            recorded = iterations_done(run_dir)
-            finish(run_dir, args.iterations, resume=True)
-            same = {name: value == expected[name] for name, value in fingerprint(run_dir).items()}
-            rows.append({"killed_at_share": round(share, 3), "metrics_lines_then": recorded, "identical": same})
-            print(json.dumps(rows[-1]), flush=True)
+        rows = measure(Path(folder), kills=args.kills, iterations=args.iterations, seed=args.seed)
     result = {"kills": rows, "all_identical": all(all(r["identical"].values()) for r in rows)}
     print(json.dumps({"all_identical": result["all_identical"], "kills": len(rows)}))
     if args.output:
