@@ -7,6 +7,7 @@ and exit code 2, without a traceback.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 from attnrl import __version__
@@ -64,5 +65,9 @@ def run(argv: list[str]) -> int:
 
 
 def entry() -> None:
+    # Threads that wait for one another spin; on a machine with other work they spin in the way of that very work. A short
+    # spin costs nothing on a free machine. Read once, when torch is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("KMP_BLOCKTIME", "1")
     sys.path.insert(0, "")  # parts of the user's own, named package.module:function, may lie in the current folder
     sys.exit(run(sys.argv[1:]))
