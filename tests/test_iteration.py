@@ -125,6 +125,8 @@ def test_trap_a_verifier_error_spoils_only_its_own_answer() -> None:
     sound = make_parts()
     state = one_step_off_policy(first_state(parts, 0), parts).state
     assert {len(g.trunks) for g in state.waiting} == {4, 5}
+    outcome = one_step_off_policy(state, parts)
+    assert outcome.metrics["verify/errors"] == outcome.metrics["verify/timeout"] > 0
     reference = {
         t.rollout.ids.tobytes(): t.reward
         for g in one_step_off_policy(first_state(sound, 0), sound).state.waiting
@@ -169,4 +171,8 @@ def test_generated_tokens_are_counted() -> None:
     parts = make_parts()
     first = one_step_off_policy(first_state(parts, 0), parts)
     second = one_step_off_policy(first.state, parts)
+    assert first.state.generated_tokens == first.metrics["generate/tokens"]  # the primed trunks included
     assert second.state.generated_tokens - first.state.generated_tokens == second.metrics["generate/tokens"]
+    starved = replace(second.state, waiting=())
+    third = one_step_off_policy(starved, parts)
+    assert third.state.generated_tokens - starved.generated_tokens == third.metrics["generate/tokens"]

@@ -113,3 +113,32 @@ def test_a_run_stops_at_its_number_of_generated_tokens(tmp_path: Path) -> None:
     run_fake(tmp_path, "attnrl_1p5b", 50, **{"run.generated_tokens": 20_000})
     totals = [m["generate/total_tokens"] for m in read_metrics(tmp_path)]
     assert totals[-1] >= 20_000 > totals[-2]
+
+
+@pytest.mark.parametrize("left", [[], ["checkpoints"], ["checkpoints", "forests", "config.tmp"], ["config.json"]])
+def test_a_run_stopped_before_it_recorded_anything_starts_anew(left: list[str], tmp_path: Path) -> None:
+    for name in left:
+        if "." in name:
+            (tmp_path / name).write_text("{}")
+        else:
+            (tmp_path / name).mkdir()
+    run_fake(tmp_path, "attnrl_1p5b", 2, resume=True)
+    assert [m["iteration"] for m in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_a_directory_with_other_things_or_another_process_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match=r"thesis\.tex"):
+        run_fake(tmp_path, "attnrl_1p5b", 2)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run_fake(tmp_path / "thesis.tex", "attnrl_1p5b", 2)
+    held = open_run(tmp_path / "a", {}, resume=False)
+    assert held.lock is not None
+    with pytest.raises(ConfigError, match="in use"):
+        open_run(tmp_path / "a", {}, resume=False)
+
+
+def test_what_changes_no_result_may_change_on_resume(tmp_path: Path) -> None:
+    run_fake(tmp_path, "attnrl_1p5b", 2)
+    run_fake(tmp_path, "attnrl_1p5b", 4, resume=True, **{"update.microbatch_tokens": 2048, "verify.workers": 1})
+    assert len(read_metrics(tmp_path)) == 4

@@ -96,9 +96,10 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, gt=0)
     """Softmax temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus; 1 switches it off."""
+    """Nucleus; 1 switches it off. Under 1 the sampler's log-probs are those of the truncated distribution and the
+    learner's are not: policy/behaviour_kl shows the gap."""
     top_k: int = Field(0, ge=0)
-    """0 switches it off."""
+    """0 switches it off; otherwise as for top_p."""
     max_response_tokens: int = Field(8192, ge=1)
     """Response limit, tokens; a branch may use what its prefix left of it."""
     rows: int = Field(256, ge=1)

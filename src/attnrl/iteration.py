@@ -1,11 +1,12 @@
 """One training iteration, in the words of the paper: plan, sample, score, update, adapt.
 
-Two schedules over the same helpers: one step off-policy (AttnRL, Sec. 3.3), and on-policy (GRPO, TreeRL).
+Two schedules over the same functions: one step off-policy (AttnRL, Sec. 3.3), and on-policy (GRPO, TreeRL).
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -94,9 +95,10 @@ class Outcome:
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds per phase."""
+    """Seconds per phase, and verdicts that are errors by their kind."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -106,7 +108,9 @@ class Clock:
 
     def metrics(self) -> dict[str, float]:
         named = {f"seconds/{name}": spent for name, spent in self.seconds.items()}
-        return {**named, "seconds/iteration": sum(named.values())}
+        errors = {f"verify/{kind}": float(count) for kind, count in self.errors.items()}
+        total = {"verify/errors": float(self.errors.total()), "seconds/iteration": sum(named.values())}
+        return {**errors, **named, **total}
 
 
 def one_step_off_policy(state: State, parts: Parts) -> Outcome:
@@ -115,8 +119,9 @@ def one_step_off_policy(state: State, parts: Parts) -> Outcome:
     Paper: Sec. 3.3, Fig. 7.
     """
     clock, rng = Clock(), restore(state.rng)
+    primed: list[Rollout] = []
     if not state.waiting:  # before the first iteration no trunks wait yet
-        state = prime(state, parts, rng, clock)
+        state, primed = prime(state, parts, rng, clock)
     # plan
     kept, fci_sum, fci_count = attention_filter(
         state.waiting, scope=parts.filter, mode=parts.mode, fci_sum=state.fci_sum, fci_count=state.fci_count
@@ -128,8 +133,8 @@ def one_step_off_policy(state: State, parts: Parts) -> Outcome:
     with clock.phase("generate"):
         rollouts = parts.backend.generate([*branches, *trunks], parts.sampling)
     with clock.phase("verify"):
-        forests = grow(plans, rollouts[: len(branches)], parts)
-        verdicts = grade_trunks(prompts, rollouts[len(branches) :], parts)
+        forests = grow(plans, rollouts[: len(branches)], parts, clock)
+        verdicts = grade_trunks(prompts, rollouts[len(branches) :], parts, clock)
     # score
     with clock.phase("score"):
         waiting = score_trunks(prompts, rollouts[len(branches) :], verdicts, parts)
@@ -149,9 +154,8 @@ def one_step_off_policy(state: State, parts: Parts) -> Outcome:
         rng=dict(rng.bit_generator.state),
         generated_tokens=state.generated_tokens + sum(len(r.ids) for r in rollouts),
     )
-    metrics = (
-        describe(state, state.waiting, forests, samples, rollouts, parts) | learned | parts.activity() | clock.metrics()
-    )
+    metrics = describe(state, state.waiting, forests, samples, [*primed, *rollouts], parts)
+    metrics |= learned | parts.activity() | clock.metrics()
     return Outcome(after, metrics, forests, samples)
 
 
@@ -164,7 +168,7 @@ def on_policy(state: State, parts: Parts) -> Outcome:
     with clock.phase("generate"):
         first = parts.backend.generate(request_trunks(prompts, parts, rng), parts.sampling)
     with clock.phase("verify"):
-        verdicts = grade_trunks(prompts, first, parts)
+        verdicts = grade_trunks(prompts, first, parts, clock)
     # score
     with clock.phase("score"):
         groups = score_trunks(prompts, first, verdicts, parts)
@@ -177,7 +181,7 @@ def on_policy(state: State, parts: Parts) -> Outcome:
     with clock.phase("generate"):
         second = parts.backend.generate(branches, parts.sampling) if branches else []
     with clock.phase("verify"):
-        forests = grow(plans, second, parts)
+        forests = grow(plans, second, parts, clock)
     # update
     with clock.phase("update"):
         samples, learned = update(forests, parts, rng)
@@ -216,17 +220,17 @@ def restore(state: dict[str, Any]) -> np.random.Generator:
     return rng
 
 
-def prime(state: State, parts: Parts, rng: np.random.Generator, clock: Clock) -> State:
-    """The state with the first batch's trunks waiting: the one extra generation call of a run."""
+def prime(state: State, parts: Parts, rng: np.random.Generator, clock: Clock) -> tuple[State, list[Rollout]]:
+    """The state with a batch's trunks waiting, and those trunks: the one extra generation call of a run."""
     prompts, stream = parts.stream.draw(state.stream, round(state.batch_size))
     with clock.phase("generate"):
         rollouts = parts.backend.generate(request_trunks(prompts, parts, rng), parts.sampling)
     with clock.phase("verify"):
-        verdicts = grade_trunks(prompts, rollouts, parts)
+        verdicts = grade_trunks(prompts, rollouts, parts, clock)
     with clock.phase("score"):
         waiting = score_trunks(prompts, rollouts, verdicts, parts)
-    drawn = sum(len(r.ids) for r in rollouts)
-    return replace(state, waiting=tuple(waiting), stream=stream, generated_tokens=drawn)
+    drawn = state.generated_tokens + sum(len(r.ids) for r in rollouts)
+    return replace(state, waiting=tuple(waiting), stream=stream, generated_tokens=drawn), rollouts
 
 
 def request_trunks(prompts: Sequence[Prompt], parts: Parts, rng: np.random.Generator) -> list[Request]:
@@ -240,28 +244,30 @@ def request_branches(plans: Sequence[Plan], parts: Parts, rng: np.random.Generat
 
 
 def grade(
-    responses: Sequence[Ids], rollouts: Sequence[Rollout], prompts: Sequence[Prompt], parts: Parts
+    responses: Sequence[Ids], rollouts: Sequence[Rollout], prompts: Sequence[Prompt], parts: Parts, clock: Clock
 ) -> list[Verdict]:
     """Verdicts of whole responses; one cut off by the length limit is wrong without being read."""
     verdicts = [Verdict(0.0, "truncated")] * len(responses)
     read = [i for i, r in enumerate(rollouts) if r.finish == "stop" or parts.grade_truncated]
     for i, verdict in zip(read, parts.grade([(responses[i], prompts[i].answers) for i in read]), strict=True):
         verdicts[i] = verdict
+    clock.errors.update(v.error for v in verdicts if v.error is not None)
     return verdicts
 
 
-def grade_trunks(prompts: Sequence[Prompt], rollouts: Sequence[Rollout], parts: Parts) -> list[Verdict]:
+def grade_trunks(prompts: Sequence[Prompt], rollouts: Sequence[Rollout], parts: Parts, clock: Clock) -> list[Verdict]:
+    """Verdicts of the trunks of these prompts."""
     owners = [p for p in prompts for _ in range(parts.group)]
-    return grade([r.ids for r in rollouts], rollouts, owners, parts)
+    return grade([r.ids for r in rollouts], rollouts, owners, parts, clock)
 
 
-def grow(plans: Sequence[Plan], rollouts: Sequence[Rollout], parts: Parts) -> list[Forest]:
+def grow(plans: Sequence[Plan], rollouts: Sequence[Rollout], parts: Parts, clock: Clock) -> list[Forest]:
     """The forests that the plans and the branches drawn for them make; all branches are graded in one call."""
     bounds = np.cumsum([0, *(len(p.spots) * parts.width for p in plans)]).tolist()
     spans = [slice(a, b) for a, b in pairwise(bounds)]
     responses = [r for p, s in zip(plans, spans, strict=True) for r in whole_responses(p, rollouts[s], parts.width)]
     owners = [p.group.prompt for p, s in zip(plans, spans, strict=True) for _ in rollouts[s]]
-    verdicts = grade(responses, rollouts, owners, parts)
+    verdicts = grade(responses, rollouts, owners, parts, clock)
     return [plant(p, rollouts[s], verdicts[s], parts.width) for p, s in zip(plans, spans, strict=True)]
 
 

@@ -12,6 +12,7 @@ killed and resumed leaves the same record as one that was not.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,7 +35,23 @@ from attnrl.errors import ConfigError
 from attnrl.types import Forest, Ids, State
 
 PACKAGES = ("torch", "transformers", "numpy", "math-verify", "triton", "vllm", "verl")
-MAY_CHANGE = ("about", "run.iterations", "run.generated_tokens", "run.checkpoint_every", "run.keep_checkpoints")
+MAY_CHANGE = (  # keys that change no result, or only how far a run goes
+    "about",
+    "run.iterations",
+    "run.generated_tokens",
+    "run.checkpoint_every",
+    "run.keep_checkpoints",
+    "run.save_rollouts_every",
+    "run.trackers",
+    "sampling.rows",
+    "update.microbatch_tokens",
+    "update.logit_chunk_tokens",
+    "update.gradient_checkpointing",
+    "update.share_prefixes",
+    "verify.workers",
+    "verify.memory_mb",
+)
+OURS = ("config.json", "config.tmp", "environment.json", "checkpoints", "forests", "lock", "tensorboard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +59,7 @@ class Run:
     """A run directory, open for writing."""
 
     path: Path
+    lock: IO[str] | None = None  # held while the process lives, however it ends
 
     @property
     def metrics_file(self) -> Path:
@@ -75,8 +93,6 @@ class Run:
         backend.save(unfinished)
         save_state(unfinished, state)
         _sync(unfinished)
-        if target.exists():  # the same iteration, written before a kill that came before its metrics
-            shutil.rmtree(target)
         unfinished.rename(target)
         _sync(target.parent)
         for old in self.checkpoints[:-keep]:
@@ -104,29 +120,40 @@ class Run:
             unfinished = self.metrics_file.with_suffix(".tmp")
             unfinished.write_text("".join(json.dumps(m) + "\n" for m in kept))
             unfinished.replace(self.metrics_file)
+        for torn in (self.path / "forests").glob("*.tmp"):
+            torn.unlink()
         for file in (self.path / "forests").glob("*.parquet"):
             if int(file.stem) > iteration:
                 file.unlink()
 
 
 def open_run(path: Path, config: dict[str, Any], *, resume: bool) -> Run:
-    """A run directory, new or to be resumed; a directory in use by another run is refused."""
-    written = path / "config.json"
-    if written.exists():
-        if not resume:
-            raise ConfigError(f"--run-dir {path} already holds a run; add --resume to continue it, or choose another")
-        changed = [k for k in _differences(json.loads(written.read_text()), config) if k not in MAY_CHANGE]
-        if changed:
-            raise ConfigError(f"--run-dir {path} was started with other values of: {', '.join(changed)}")
-    elif path.exists() and any(path.iterdir()):
-        raise ConfigError(f"--run-dir {path} is not empty and holds no run; choose another")
-    for folder in ("checkpoints", "forests"):
-        (path / folder).mkdir(parents=True, exist_ok=True)
-    (path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
-    unfinished = written.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(config, indent=2) + "\n")
-    unfinished.replace(written)
-    return Run(path)
+    """A run directory, new or to be resumed; one that is in use, or holds something else, is refused.
+
+    A directory in which nothing was recorded yet, because its run was stopped before that, counts as new.
+    """
+    recorded = (path / "metrics.jsonl").exists() or any((path / "checkpoints").glob("[0-9]*"))
+    if recorded and not resume:
+        raise ConfigError(f"--run-dir {path} already holds a run; add --resume to continue it, or choose another")
+    if recorded:
+        changed = _differences(json.loads((path / "config.json").read_text()), config)
+        if wrong := [key for key in changed if key not in MAY_CHANGE]:
+            raise ConfigError(f"--run-dir {path} was started with other values of: {', '.join(wrong)}")
+    elif path.is_dir() and (strange := sorted({p.name for p in path.iterdir()} - {*OURS})):
+        raise ConfigError(f"--run-dir {path} holds no run but other things ({strange[0]}, ...); choose another")
+    try:
+        for folder in ("checkpoints", "forests"):
+            (path / folder).mkdir(parents=True, exist_ok=True)
+        lock = (path / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (path / "config.tmp").write_text(json.dumps(config, indent=2) + "\n")
+        (path / "config.tmp").replace(path / "config.json")
+        (path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+    except BlockingIOError:
+        raise ConfigError(f"--run-dir {path} is in use by another process; wait for it, or choose another") from None
+    except OSError as error:
+        raise ConfigError(f"--run-dir {path} cannot be written: {error.strerror}; choose another") from None
+    return Run(path, lock)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

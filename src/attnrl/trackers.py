@@ -12,13 +12,19 @@ from attnrl.errors import MissingExtraError
 Observer = Callable[[dict[str, float]], None]
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise MissingExtraError where a tracker is not installed."""
+    for name in names:
+        _need(name)
+
+
 def open_trackers(names: Sequence[str], run_dir: Path, config: dict[str, Any]) -> list[Observer]:
-    """One observer of metrics per tracker named; raises MissingExtraError before training starts."""
+    """One observer of metrics per tracker named; they see what a resumed run records anew once more."""
     return [OPENERS[name](run_dir, config) for name in names]
 
 
 def _tensorboard(run_dir: Path, config: dict[str, Any]) -> Observer:
-    writer = _need("tensorboard.summary", "tensorboard").Writer(str(run_dir / "tensorboard"))
+    writer = _need("tensorboard").Writer(str(run_dir / "tensorboard"))
 
     def mirror(metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -29,11 +35,11 @@ def _tensorboard(run_dir: Path, config: dict[str, Any]) -> Observer:
 
 
 def _trackio(run_dir: Path, config: dict[str, Any]) -> Observer:
-    return _wandb_like(_need("trackio", "trackio"), run_dir, config)
+    return _wandb_like(_need("trackio"), run_dir, config)
 
 
 def _wandb(run_dir: Path, config: dict[str, Any]) -> Observer:
-    return _wandb_like(_need("wandb", "wandb"), run_dir, config)
+    return _wandb_like(_need("wandb"), run_dir, config)
 
 
 def _wandb_like(tracker: Any, run_dir: Path, config: dict[str, Any]) -> Observer:
@@ -41,12 +47,12 @@ def _wandb_like(tracker: Any, run_dir: Path, config: dict[str, Any]) -> Observer
     return lambda metrics: tracker.log(metrics, step=int(metrics["iteration"]))
 
 
-def _need(module: str, package: str) -> Any:
+def _need(name: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module("tensorboard.summary" if name == "tensorboard" else name)
     except ImportError as error:
         raise MissingExtraError(
-            f"run.trackers names {package}, which is not installed: pip install 'attnrl[trackers]'"
+            f"run.trackers names {name}, which is not installed: pip install 'attnrl[trackers]'"
         ) from error
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from attnrl.iteration import Outcome, Parts, first_state
 from attnrl.run import Run
@@ -63,9 +62,3 @@ def finished(state: State, iterations: int, generated_tokens: int | None) -> boo
     return state.iteration >= iterations or (
         generated_tokens is not None and state.generated_tokens >= generated_tokens
     )
-
-
-def final_model(run_dir: Path) -> Path | None:
-    """The newest checkpoint's model directory, in Hugging Face format; None where there is none yet."""
-    saved = Run(run_dir).checkpoints
-    return saved[-1] / "model" if saved else None

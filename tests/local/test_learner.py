@@ -269,6 +269,17 @@ def test_lora_trains_adapters_against_the_base() -> None:
     assert all(torch.equal(frozen[k], v) for k, v in before.items())
 
 
+def test_lora_adapters_follow_the_seed() -> None:
+    def adapters(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(int(torch.randint(1000, ()).item()))  # what the global generator does is no matter
+        model = add_lora(tiny(), LoraOptions(rank=4, targets=("q_proj",), seed=seed))
+        return [p.detach().clone() for name, p in model.named_parameters() if "lora_A" in name]
+
+    first, again, other = adapters(1), adapters(1), adapters(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
 def test_attention_that_masks_wrongly_is_found_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: runs that see only the first keys of their path, as a mask aligned to the first key gives."""
     honest = torch.Tensor.tril

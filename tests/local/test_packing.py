@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnrl.local.packing import fill_bins, input_length, pack, plan_minibatches
+from attnrl.local.packing import input_length, pack, plan_minibatches
+from attnrl.scoring.scorer import bins_by_budget
 from attnrl.types import Sample, as_floats, as_ids
 
 
@@ -44,7 +45,7 @@ def test_a_sample_without_loss_tokens_has_nothing_to_read() -> None:
 
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(5, 60))
 def test_bins_partition_within_budget(lengths: list[int], budget: int) -> None:
-    bins = fill_bins(lengths, budget)
+    bins = bins_by_budget(lengths, budget)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     for b in bins:
         assert len(b) == 1 or sum(lengths[i] for i in b) <= budget

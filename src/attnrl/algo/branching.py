@@ -178,4 +178,13 @@ RULES: dict[str, Callable[..., tuple[int, ...]]] = {
     "low_probability": low_probability,
     "none": no_branches,
 }
-NEEDS_SCORES = frozenset({"fci", "entropy"})  # rules that read the scoring forward, not only the sampler's log-probs
+
+
+def needs_scores(rule: str) -> bool:
+    """Whether a rule reads the scoring forward, not only the sampler's log-probs; a user's own rule may."""
+    return ":" in rule or rule in ("fci", "entropy")
+
+
+def needs_fci(rule: str) -> bool:
+    """Whether a rule reads FCI; a user's own rule may."""
+    return ":" in rule or rule == "fci"

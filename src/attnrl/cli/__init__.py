@@ -65,8 +65,8 @@ def run(argv: list[str]) -> int:
 
 
 def entry() -> None:
-    # Threads that wait for one another spin; on a machine with other work they spin in the way of that very work. A short
-    # spin costs nothing on a free machine. Read once, when torch is loaded.
+    # Threads that wait for one another spin, and on a busy machine they spin in the way of what they wait for; a short
+    # spin costs nothing on a free one. Read once, when torch is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     sys.path.insert(0, "")  # parts of the user's own, named package.module:function, may lie in the current folder

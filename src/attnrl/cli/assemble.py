@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnrl.algo.adaptive import BUDGETS
 from attnrl.algo.advantages import ESTIMATORS
-from attnrl.algo.branching import NEEDS_SCORES, RULES
+from attnrl.algo.branching import RULES, needs_scores
 from attnrl.algo.parts import bind
 from attnrl.algo.steps import SEGMENTERS
 from attnrl.cli.flags import show
@@ -54,7 +54,6 @@ def build_parts(
     bound = check_parts(config)
     algo = config.algo
     segmenter = bound["segmenter"]
-    own_rule = ":" in algo.rule  # a user's rule may read any score
     return Parts(
         backend=backend,
         stream=stream,
@@ -71,7 +70,7 @@ def build_parts(
         width=algo.width,
         filter=algo.filter,
         mode=algo.mode,
-        needs_scores=own_rule or algo.rule in NEEDS_SCORES or algo.filter != "none",
+        needs_scores=needs_scores(algo.rule) or algo.filter != "none",
         adaptive_batch=algo.adaptive_batch,
         history=algo.history,
         max_prompts=algo.max_prompts,
@@ -141,22 +140,31 @@ def task_records(config: Config, split: Split, count: int) -> list[Record]:
     return as_records(TaskSpec(**fields), split, count, seed=seed)
 
 
-def build_evaluate(config: Config, backend: LocalBackend, verifier: Verifier) -> Evaluate:
-    """The held-out evaluation of a run: metrics `eval/<benchmark>/...`; the same seeds each time."""
+def evaluation_records(config: Config) -> dict[str, list[Record]]:
+    """The held-out problems of a config, by benchmark."""
     from attnrl.data.benchmarks import BENCHMARKS, load_benchmark
-    from attnrl.data.prompts import render_prompts
     from attnrl.data.records import load_records
-    from attnrl.evaluation import evaluate
 
-    wanted = config.evaluation
     records: dict[str, list[Record]] = {}
-    for name in wanted.benchmarks:
+    for name in config.evaluation.benchmarks:
         if name == "tasks":
-            records[name] = task_records(config, "test", wanted.tasks)
+            records[name] = task_records(config, "test", config.evaluation.tasks)
         elif name in BENCHMARKS:
             records[name] = load_benchmark(name, config.data.directory)
         else:
             records[Path(name).name.split(".")[0]] = list(load_records(name))
+    return records
+
+
+def build_evaluate(
+    config: Config, records: Mapping[str, list[Record]], backend: LocalBackend, verifier: Verifier
+) -> Evaluate:
+    """The held-out evaluation of a run: metrics `eval/<benchmark>/...`; the same seeds each time."""
+    from attnrl.data.benchmarks import BENCHMARKS
+    from attnrl.data.prompts import render_prompts
+    from attnrl.evaluation import evaluate
+
+    wanted = config.evaluation
     prompts = {
         name: render_prompts(
             rows,

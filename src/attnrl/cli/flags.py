@@ -30,7 +30,9 @@ def parse(
         name, equals, value = word[2:].partition("=")
         name = name if "." in name else name.replace("_", "-")
         if name in switches:
-            flags[name] = True
+            if equals and value not in ("true", "false"):
+                raise ConfigError(f"--{name} is a switch: leave it out, or write --{name}")
+            flags[name] = value != "false"
             continue
         if not equals:
             if not rest:

@@ -19,6 +19,7 @@ from attnrl.cli.assemble import (
     build_parts,
     check_parts,
     decoder,
+    evaluation_records,
     model_path,
     train_records,
 )
@@ -27,7 +28,7 @@ from attnrl.cli.flags import parse, show, wants_help
 from attnrl.config import Config, load_config
 from attnrl.errors import ConfigError
 from attnrl.run import open_run
-from attnrl.trackers import open_trackers
+from attnrl.trackers import check_trackers, open_trackers
 
 SHORT = {"iterations": "run.iterations", "seed": "run.seed"}
 
@@ -49,8 +50,15 @@ def main(argv: list[str]) -> int:
 
 def run_training(config: Config, run_dir: Path, *, resume: bool) -> None:
     """Train as the config says. What can be wrong with config, data and directory is found before a model loads."""
+    from attnrl.local.models import check_model_path
+
     check_parts(config)
+    check_trackers(config.run.trackers)
+    check_model_path(model_path(config))
     records = train_records(config)
+    held_out = evaluation_records(config) if config.evaluation.every else {}
+    if config.sampling.top_p < 1 or config.sampling.top_k:
+        show("note: with sampling.top_p or top_k, sampler and learner log-probs differ; see policy/behaviour_kl")
     values = config.model_dump(mode="json")
     run = open_run(run_dir, values, resume=resume)
     observers = [console_line(config.run.iterations), *open_trackers(config.run.trackers, run_dir, values)]
@@ -85,7 +93,7 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> None:
             iterations=config.run.iterations,
             seed=config.run.seed,
             decode=decode,
-            evaluate=build_evaluate(config, backend, verifier) if config.evaluation.every else None,
+            evaluate=build_evaluate(config, held_out, backend, verifier) if held_out else None,
             evaluate_every=config.evaluation.every,
             generated_tokens=config.run.generated_tokens,
             checkpoint_every=config.run.checkpoint_every,

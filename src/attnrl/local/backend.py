@@ -13,24 +13,16 @@ import torch
 from rich.progress import Progress, TaskID
 
 from attnrl import scoring
+from attnrl.algo.branching import needs_fci
 from attnrl.config import Config
 from attnrl.errors import ConfigError, MissingFileError
 from attnrl.local.learner import Learner, LearnerOptions
 from attnrl.local.losses import LossOptions
 from attnrl.local.models import LoraOptions, add_lora, is_lora, load_model, plain, quiet, stop_token_ids
 from attnrl.local.sampler import Sampler
+from attnrl.scoring.packed import check_model
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores
 
-SCORE_FREE = (
-    "surprisal",
-    "entropy",
-    "random_steps",
-    "uniform",
-    "every_step",
-    "fixed_segments",
-    "low_probability",
-    "none",
-)
 MODEL, ADAPTER, STATE = "model", "adapter", "learner.pt"  # what `save` writes into a checkpoint
 
 
@@ -86,6 +78,8 @@ class LocalBackend:
         )
         self.scored = scoring.ScoreReport()  # since the last call of `activity`
         self._shared_tokens = self._context_tokens = 0
+        if learner is not None or self.options.fci:
+            check_model(plain(model))
         self.learner: Learner | None = None
         if learner is not None:
             needs_copy = learner.loss.kl_weight > 0 and not is_lora(model)
@@ -253,12 +247,14 @@ def backend_from_config(config: Config, *, model: str | Path | None = None, prog
         key_reduce=config.algo.key_reduce,
         temperature=config.sampling.temperature,
         score_tokens=config.update.microbatch_tokens,
-        fci=config.algo.filter != "none" or config.algo.rule not in SCORE_FREE,
+        fci=config.algo.filter != "none" or needs_fci(config.algo.rule),
         progress=progress,
     )
     lora = None
     if config.model.lora_rank:
-        lora = LoraOptions(config.model.lora_rank, config.model.lora_alpha, config.model.lora_targets)
+        lora = LoraOptions(
+            config.model.lora_rank, config.model.lora_alpha, config.model.lora_targets, seed=config.run.seed
+        )
     backend, _ = load_backend(
         model or config.model.path,
         device=config.model.device,

@@ -21,8 +21,9 @@ from attnrl.local.logprobs import pack_logprobs, packed_hidden, token_logprobs
 from attnrl.local.losses import LossOptions, LossSums, loss_sums
 from attnrl.local.models import is_lora, plain, without_adapters
 from attnrl.local.optimizer import MasterAdamW
-from attnrl.local.packing import Pack, fill_bins, input_ids, input_length, pack, plan_minibatches
+from attnrl.local.packing import Pack, input_ids, input_length, pack, plan_minibatches
 from attnrl.local.shared import can_share, fill_shared_bins
+from attnrl.scoring.scorer import bins_by_budget
 from attnrl.types import Sample
 
 SHARING_GAP = {torch.float32: 1e-3}  # mean gap of log-probs, nats, that rounding can explain ...
@@ -146,7 +147,7 @@ class Learner:
         if self.shares_prefixes:
             bins = fill_shared_bins([input_ids(samples[i]) for i in rows], budget)
         else:
-            bins = fill_bins([input_length(samples[i]) for i in rows], budget)
+            bins = bins_by_budget([input_length(samples[i]) for i in rows], budget)
         return [[rows[i] for i in part] for part in bins]
 
     def _pack(self, samples: Sequence[Sample], rows: Sequence[int]) -> Pack:

@@ -28,6 +28,7 @@ class LoraOptions:
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] | str = "all-linear"  # module names, or all linear layers of the body
+    seed: int = 0  # of the first adapters
 
 
 def pick_device(device: str = "auto") -> torch.device:
@@ -82,9 +83,14 @@ def load_model(name_or_path: str | Path, *, device: str = "auto", dtype: str = "
         if hasattr(config, "attention_dropout"):
             config.attention_dropout = 0.0
         tokenizer = load_tokenizer(name)
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch_dtype, attn_implementation="sdpa")
+        # sampler, scorer and learner put attention of their own in place; eager is what every architecture has
+        model = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=torch_dtype, attn_implementation="eager"
+        )
     except OSError as error:
         raise MissingFileError(f"cannot load model {name!r}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"model {name!r} cannot be used: {error}") from error
     return prepare_model(model.to(target)), tokenizer
 
 
@@ -113,7 +119,7 @@ def prepare_model(model: Any) -> Any:
 
 
 def add_lora(model: Any, options: LoraOptions) -> Any:
-    """The model wrapped by peft: frozen base, trainable float32 adapters."""
+    """The model wrapped by peft: frozen base, trainable adapters of the model's dtype, the same for the same seed."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -127,7 +133,9 @@ def add_lora(model: Any, options: LoraOptions) -> Any:
         task_type="CAUSAL_LM",
     )
     # adapters share the model's dtype: the optimizer keeps its own float32 copy of them
-    return prepare_model(get_peft_model(model, config, autocast_adapter_dtype=False))
+    with torch.random.fork_rng():
+        torch.manual_seed(options.seed)
+        return prepare_model(get_peft_model(model, config, autocast_adapter_dtype=False))
 
 
 def is_lora(model: Any) -> bool:

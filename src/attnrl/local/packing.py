@@ -62,29 +62,6 @@ def input_length(sample: Sample) -> int:
     return len(sample.prompt) + int(positions[-1]) if len(positions) else 0
 
 
-def fill_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices grouped so that each group's lengths add up to at most `budget`; first fit, longest first.
-
-    A length over the budget gets a group of its own: a sequence is never cut.
-
-    >>> fill_bins([5, 3, 4, 9], budget=8)
-    [[3], [0, 1], [2]]
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in order:
-        length = lengths[index]
-        fits = next((b for b, left in enumerate(room) if left >= length), None)
-        if fits is None:
-            bins.append([index])
-            room.append(budget - length)
-        else:
-            bins[fits].append(index)
-            room[fits] -= length
-    return bins
-
-
 def input_ids(sample: Sample) -> Ids:
     """The tokens the model reads of a sample."""
     return as_ids(np.concatenate([sample.prompt, sample.response])[: input_length(sample)])

@@ -38,7 +38,6 @@ _TEXT_LIKE = re.compile(
     r"\\(?:textbf|textit|textrm|textsf|texttt|textsc|textnormal|textup|mathrm|mathbf|mathit|mathsf|mathtt|mathnormal|mbox"
     r"|hbox|operatorname\*?|emph|underline|bf|rm|it)(?=\s*\{)"
 )
-_FONT_SWITCH = re.compile(r"\{?\\(?:rm|bf|it|cal)(?![a-zA-Z])\s*")
 _FRAC = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _BOX_CMD = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{ ?, ?\}|,\\!|\\!,|\\,|,\s*\\!\s*)\s*(?=\d{3}(?!\d))")

@@ -19,7 +19,6 @@ class Node:
     value: object = None
 
 
-ZERO = Node("num", value=Fraction(0))
 MINUS_ONE = Node("num", value=Fraction(-1))
 
 
