@@ -19,13 +19,13 @@ from attnrl.errors import ConfigError, MissingFileError
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+    path: str = Field("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", min_length=1)
     """Directory or hub name of a Hugging Face decoder-only model; "demo" is the tiny model shipped with attnrl."""
     device: str = "auto"
     """auto (CUDA where there is one), cpu, cuda."""
@@ -83,6 +83,8 @@ class DataConfig(Section):
     """Text around a problem, before the model's chat template. Paper: Table 5."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longer prompts are left out, and counted."""
+    drop_bad_rows: bool = False
+    """Leave out rows without a problem or an answer and say which; otherwise the first one is an error."""
     decontaminate: tuple[str, ...] = ()
     """Benchmarks whose problems are dropped from the training set."""
     directory: str | None = None
@@ -306,7 +308,10 @@ def _preset_text(name: str) -> str:
         path = Path(name)
         if not path.is_file():
             raise MissingFileError(f"config file {name} does not exist")
-        return path.read_text("utf-8")
+        try:
+            return path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{name}: not UTF-8 text ({error.reason})") from None
     file = resources.files("attnrl.presets") / f"{name}.toml"
     if not file.is_file():
         near = difflib.get_close_matches(name, presets(), n=1)

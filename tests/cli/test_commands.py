@@ -45,6 +45,13 @@ def test_every_command_explains_itself(command: str) -> None:
         (["config", "attnrl_1p5b", "--algo.points"], "needs a value"),
         (["config", "missing.toml"], "missing.toml does not exist"),
         (["presets", "extra"], "takes no arguments"),
+        (["config", "attnrl_1p5b", "--update.lr", "inf"], "update.lr"),
+        (["config", "attnrl_1p5b", "--model.path", ""], "model.path"),
+        (["eval", "--model", "x", "--samples", "0"], "--samples must be at least 1"),
+        (["eval", "--model", "x", "--seed", "-1"], "--seed must be at least 0"),
+        (["train", "demo", "--run-dir", "/proc/nowhere"], "--run-dir /proc/nowhere cannot be written"),
+        (["train", "demo", "--run-dir", "x", "--model.path", "./nope"], "no model directory ./nope"),
+        (["train", "demo", "--run-dir", "x", "--evaluation.benchmarks", '["nosuch"]'], "nosuch"),
         (["train"], "give one preset"),
         (["train", "demo"], "--run-dir"),
         (["train", "demo", "--run-dir", "x", "--data.train", "[]"], "data.train"),
@@ -72,7 +79,7 @@ def test_mistakes_end_in_one_message_and_exit_code_2(args: list[str], message: s
 )
 def test_a_bad_data_row_is_named_before_a_model_loads(row: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
-    file.write_text(row + "\n")
+    file.write_text(row + "\n" + '{"problem": "1+1?", "answer": "2"}\n')
     answer = attnrl("train", "demo", "--run-dir", str(tmp_path / "run"), "--data.train", f'["{file}"]')
     assert answer.returncode == 2, answer.stderr
     assert message in answer.stderr

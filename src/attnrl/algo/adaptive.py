@@ -50,7 +50,8 @@ def attention_filter(
 
     Paper: Eq. 8. Deviation: scope "easy" (what Fig. 6 shows) is the default, "all" is the equation as printed.
     """
-    scored = [mean_fci(g, mode=mode) if in_scope(g, scope) else None for g in groups]
+    means = [mean_fci(g, mode=mode) if in_scope(g, scope) else math.nan for g in groups]
+    scored = [m if math.isfinite(m) else None for m in means]  # a broken score must not poison the running mean
     seen = [s for s in scored if s is not None]
     fci_sum, fci_count = fci_sum + sum(seen), fci_count + len(seen)
     mean = fci_sum / fci_count if fci_count else 0.0

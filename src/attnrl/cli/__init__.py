@@ -59,6 +59,9 @@ def run(argv: list[str]) -> int:
     except AttnRLError as error:
         print(f"attnrl {argv[0]}: {error}", file=sys.stderr)
         return 2
+    except (OSError, UnicodeError) as error:  # a file or folder that cannot be read or written: the system says which
+        print(f"attnrl {argv[0]}: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130

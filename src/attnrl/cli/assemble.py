@@ -114,7 +114,7 @@ def train_records(config: Config) -> list[Record]:
         if source == "tasks":
             records += task_records(config, "train", config.data.train_tasks)
             continue
-        found = load_records(source)
+        found = load_records(source, strict=not config.data.drop_bad_rows)
         if not found.records:
             raise DataError(f"{source}: no row can be trained on; {found.report()}")
         if found.skipped:

@@ -88,6 +88,9 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"give exactly one of --model, --responses and --compare, not {' and '.join(chosen) or 'none'}"
         )
+    for name, least in (("samples", 1), ("chunk", 1), ("seed", 0), ("max_tokens", 1), ("task_count", 1)):
+        if (value := getattr(flags, name)) is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
     return {"model": evaluate_model, "responses": evaluate_stored, "compare": compare_two}[chosen[0]](flags)
 
 

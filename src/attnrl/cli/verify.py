@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attnrl.cli.lines import read_lines
-from attnrl.errors import DataError
+from attnrl.errors import ConfigError, DataError
 from attnrl.types import Verdict
 from attnrl.verify import Verifier
 
@@ -100,6 +100,8 @@ def main(argv: list[str]) -> int:
     options = tyro.cli(Options, args=argv, prog="attnrl verify")
     rows = read_rows(options.file)
     output = options.output or options.file.with_name(f"{options.file.name}.verdicts.jsonl")
+    if output.exists() and output.samefile(options.file):
+        raise ConfigError(f"--output {output} is the input itself; name another file")
     started = time.perf_counter()
     with Verifier(options.workers, options.timeout, options.memory_mb, disagreements=options.disagreements) as verifier:
         verdicts = verifier.grade([(row["response"], row["gold"]) for row in rows], progress=len(rows) > 1000)

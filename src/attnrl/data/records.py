@@ -129,7 +129,10 @@ def load_records(
         if isinstance(record, Record):
             records.append(record)
         elif strict:
-            raise DataError(f"{record.where}: {record.reason}; fix or remove the row, or load without strict")
+            raise DataError(
+                f"{record.where}: {record.reason}; fix or remove the row, or leave such rows out "
+                "(data.drop_bad_rows = true; strict=False in Python)"
+            )
         else:
             skipped.append(record)
     if not records:
