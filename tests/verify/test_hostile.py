@@ -258,6 +258,32 @@ def test_a_tower_that_reaches_the_symbolic_grader_times_out(verifier: Verifier) 
     assert verdicts[0].rule == "symbolic"
 
 
+UNITS = [r"\sqrt", "√", "sqrt ", r"\frac", r"\frac1", r"\binom", r"\overline", r"\hat", r"\vec", r"\dot", "2^-",
+         r"\log^", "cos^", "x!", "-(", r"\angle", r"\text{is:}", r"|x", "^\\circ", "2^", r"\lfloor", "f("]  # fmt: skip
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_deep_text_is_its_own_error_and_spares_the_batch(verifier: Verifier, unit: str) -> None:
+    deep = unit * (3900 // len(unit))
+    items = [(_box("1"), "1"), (_box(deep), "1"), (_box(deep[:400]), "1"), (_box("1"), deep), (_box("2"), "2")]
+    assert [verdict.reward for verdict in _grade(verifier, items)] == [1.0, 0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("tail", ["!" * 1400, r"^\circ" * 400])
+def test_a_deep_tree_of_flat_text_is_a_limit(verifier: Verifier, tail: str) -> None:
+    first, second = _grade(verifier, [(_box(f"(x+1){tail}"), "1"), (_box("1"), f"(x+1){tail}")])
+    assert (first.reward, first.error, second.reward, second.error) == (0.0, "limit", 0.0, "limit")
+
+
+def test_long_chains_of_sets_are_a_limit(verifier: Verifier) -> None:
+    chain = r"\mathbb{R}" + "".join(rf"\setminus\{{{n}\}}" for n in range(240))
+    short = r"\mathbb{R}" + "".join(rf"\setminus\{{{n}\}}" for n in range(20))
+    points = r"\mathbb{R} \setminus \{" + ",".join(map(str, range(20))) + r"\}"
+    many = r"\mathbb{R} \setminus \{" + ",".join(map(str, range(240))) + r"\}"
+    verdicts = _grade(verifier, [(_box(chain), points), (_box(short), points), (_box(many), points)])
+    assert [(v.reward, v.error) for v in verdicts] == [(0.0, "limit"), (1.0, None), (0.0, "limit")]
+
+
 def test_the_same_spelling_is_right_however_large() -> None:
     with Verifier() as verifier:
         tower = "9^{9^{9^{9}}}"

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from attnrl.errors import DataError
+from attnrl.errors import ConfigError, DataError
 from attnrl.types import Verdict
 from attnrl.verify import Verifier
+from attnrl.verify.pool import Pool
 
 SYMBOLIC = (r"\boxed{\int_0^1 x dx}", "0.5")  # needs a worker
 ENDLESS = (r"\boxed{\lim_{x \to 0} 99999999!}", "5")  # keeps a worker until it is killed
@@ -131,9 +132,27 @@ def test_a_hanging_answer_is_a_timeout_and_counted() -> None:
 
 
 def test_a_worker_without_memory_is_an_error_not_a_wrong_answer() -> None:
-    with Verifier(workers=1, memory_mb=60) as verifier:  # too little to import its libraries
-        (verdict,) = verifier.grade([SYMBOLIC])
-    assert (verdict.reward, verdict.error) in ((0.0, "crash"), (0.0, "memory"))
+    pool = Pool(workers=1, timeout=5.0, memory_mb=60)  # too little to import its libraries
+    reply = pool.submit("1", ["2"]).result(JOIN)
+    pool.close()
+    assert (reply.right, reply.error) in ((False, "crash"), (False, "memory"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_breaks_leaves_nobody_waiting() -> None:
+    pool = Pool(workers=1, timeout="soon", memory_mb=1024)  # type: ignore[arg-type]
+    futures = [pool.submit("1", ["2"]) for _ in range(3)]
+    assert [future.result(JOIN).error for future in futures] == ["crash"] * 3
+    assert pool.submit("1", ["2"]).result(JOIN).error == "crash"
+    pool.close()
+    assert pool.open_jobs == 0
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), 1e300])
+def test_a_limit_that_is_no_time_is_an_error_of_the_question(timeout: float) -> None:
+    pool = Pool(workers=1, timeout=timeout, memory_mb=1024)
+    assert pool.submit("1", ["2"]).result(JOIN).error in ("crash", None)
+    pool.close()
 
 
 def test_workers_end_with_their_verifier() -> None:
@@ -203,10 +222,13 @@ def test_disagreements_of_the_two_graders_are_logged(tmp_path: Path) -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(DataError, match="workers"):
+    with pytest.raises(ConfigError, match="workers"):
         Verifier(workers=0)
-    with pytest.raises(DataError, match="timeout"):
-        Verifier(timeout=0)
+    for timeout in (0, -1.0, float("nan"), float("inf"), 1e300, 3601):
+        with pytest.raises(ConfigError, match="timeout"):
+            Verifier(timeout=timeout)
+    with pytest.raises(ConfigError, match="memory_mb"):
+        Verifier(memory_mb=255)
     with pytest.raises(DataError, match="item 1: a gold must be a string"):
         Verifier().grade([("a", "b"), ("a", 3)])  # type: ignore[list-item]
     with pytest.raises(DataError, match="item 0: the response must be a string"):

@@ -79,12 +79,13 @@ def read(text: str) -> Reading:
             trees.append(parse(cleaned))
             if _GROUPED.search(cleaned):
                 trees.append(parse(cleaned, thousands=False))
-    except LimitError:
-        problem = "limit"
+        trees = list(dict.fromkeys(trees))
+    except (LimitError, RecursionError):  # a tree of x!!!... is deep though its text is not nested
+        trees, problem = [], "limit"
     except ParseError as error:
         if not trees:
             problem = "prose" if error.prose else "syntax"
-    return Reading(cleaned, string_key(cleaned), words, tuple(dict.fromkeys(trees)), problem)
+    return Reading(cleaned, string_key(cleaned), words, tuple(trees), problem)
 
 
 def words_only(cleaned: str) -> str:

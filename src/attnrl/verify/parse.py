@@ -9,7 +9,8 @@ from attnrl.verify.literals import literal
 from attnrl.verify.tokens import LimitError, ParseError, Token, tokenize
 from attnrl.verify.tree import Node, negative
 
-MAX_DEPTH = 40
+MAX_DEPTH = 60
+MAX_SET_OPERATIONS = 64
 
 RELATIONS = {
     "=": "=", "==": "=", ":=": "=", "<": "<", ">": ">", "<=": "<=", "=<": "<=", ">=": ">=", "!=": "!=", "lt": "<",
@@ -29,6 +30,7 @@ class Parser:
         self.depth = 0
         self.brackets = 0
         self.in_bars = 0
+        self.set_operations = 0
         self.thousands = thousands
 
     # reading tokens
@@ -88,10 +90,14 @@ class Parser:
             return found[0]
         return Node("list", tuple(found), "or" if alternatives else ",")
 
-    def relation(self) -> Node:
+    def deeper(self) -> None:
+        """One level down. Every part that may hold itself counts, so the stack of the interpreter never runs out."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise LimitError("nested too deep")
+
+    def relation(self) -> Node:
+        self.deeper()
         while self.is_cmd("approx", "simeq") or self.is_op("="):  # "= 5" and "about 5" say 5
             self.at += 1
         sides = [self.ratio()]
@@ -120,6 +126,9 @@ class Parser:
         left = self.sum()
         while self.peek().kind == "cmd" and self.peek().value in SET_OPERATIONS:
             sign = SET_OPERATIONS[self.take().value]
+            self.set_operations += 1
+            if self.set_operations > MAX_SET_OPERATIONS:
+                raise LimitError("too many set operations")
             left = Node("setop", (left, self.sum()), sign)
         return left
 
@@ -228,9 +237,7 @@ class Parser:
         )
 
     def factor(self) -> Node:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise LimitError("nested too deep")
+        self.deeper()
         if self.is_op("+", "-"):
             sign = self.sign()
             node = self.factor()
@@ -287,14 +294,17 @@ class Parser:
         raise ParseError("a prime on no name")
 
     def exponent(self) -> Node:
+        self.deeper()
         if self.is_op("-", "+"):
             sign = self.sign()
             inner = self.exponent()
-            return negative(inner) if sign == "-" else inner
-        node = self.primary()
-        if self.is_op("^"):
-            self.at += 1
-            node = Node("pow", (node, self.exponent()))
+            node = negative(inner) if sign == "-" else inner
+        else:
+            node = self.primary()
+            if self.is_op("^"):
+                self.at += 1
+                node = Node("pow", (node, self.exponent()))
+        self.depth -= 1
         return node
 
     def subscript(self, node: Node) -> Node:
@@ -320,7 +330,12 @@ class Parser:
     # smallest parts
 
     def primary(self) -> Node:
-        token = self.take()
+        self.deeper()
+        node = self.part(self.take())
+        self.depth -= 1
+        return node
+
+    def part(self, token: Token) -> Node:
         if token.kind == "num":
             return literal(self, token)
         if token.kind == "sym":

@@ -178,19 +178,42 @@ class Pool:
         return job.future
 
     def _serve(self, jobs: queue.SimpleQueue[Job | None], process: Process) -> None:
-        while (job := jobs.get()) is not None:
-            reply = self._answer(process, job)
-            with self.lock:
-                self.open_jobs -= 1
-            job.future.set_result(reply)
-        process.kill()
+        """Answers jobs up to the closing mark. Should it end otherwise, what waits is answered with an error."""
+        job: Job | None = None
+        try:
+            while (job := jobs.get()) is not None:
+                self._resolve(job, self._answer(process, job))
+        finally:
+            process.kill()
+            if job is not None:
+                self._give_up(jobs, job)
+
+    def _resolve(self, job: Job, reply: Reply) -> None:
+        with self.lock:
+            self.open_jobs -= 1
+        job.future.set_result(reply)
+
+    def _give_up(self, jobs: queue.SimpleQueue[Job | None], job: Job) -> None:
+        """For a thread that ends before its time: nobody may wait for it, and the next question starts another."""
+        waiting: list[Job | None] = [job]
+        with self.lock:
+            me = threading.current_thread()
+            self.threads = [thread for thread in self.threads if thread is not me]
+            self.processes = self.processes if self.threads else []
+            while not jobs.empty():
+                waiting.append(jobs.get())
+        for one in waiting:
+            if one is None:
+                jobs.put(None)  # another thread's closing mark
+            elif not one.future.done():
+                self._resolve(one, Reply(False, "crash"))
 
     def _answer(self, process: Process, job: Job) -> Reply:
         for _ in range(TRIES):
             try:
                 return process.ask(job.answer, job.golds)
-            except (WorkerGoneError, OSError):
-                continue
+            except (WorkerGoneError, OSError, ValueError, OverflowError):  # ValueError: a line that is no JSON
+                process.kill()  # what it says from here on may answer an older question
         return Reply(False, "crash")
 
     def pids(self) -> list[int]:

@@ -7,11 +7,13 @@ from typing import Any
 import mpmath
 
 from attnrl.verify.number import UndefinedError, evaluate, symbols
+from attnrl.verify.tokens import LimitError
 from attnrl.verify.tree import Node
 
 Span = tuple[Any, bool, Any, bool]  # low end, closed there?, high end, closed there?
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!=", "=": "="}
 INF = mpmath.inf
+MAX_SPANS = 128  # of the parts of a set operation
 LINE: Span = (-INF, False, INF, False)
 
 
@@ -135,6 +137,8 @@ def spans(node: Node) -> list[Span] | None:
         left, right = map(spans, node.args)
         if left is None or right is None:
             return None
+        if len(left) + len(right) > MAX_SPANS:
+            raise LimitError("too many intervals")
         if node.value == "cup":
             return merge(left + right)
         return intersect(left, right if node.value == "cap" else complement(right))

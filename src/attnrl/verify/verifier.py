@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import threading
 import weakref
@@ -16,7 +17,7 @@ from typing import Any
 
 from rich.progress import track
 
-from attnrl.errors import DataError
+from attnrl.errors import ConfigError, DataError
 from attnrl.types import Verdict
 from attnrl.verify.equal import Decision, decide_any, may_be_symbolic, read
 from attnrl.verify.extract import extract
@@ -24,6 +25,8 @@ from attnrl.verify.pool import Pool, Reply
 
 Gold = str | Sequence[str]
 Item = tuple[str, Gold]
+MAX_TIMEOUT = 3600.0  # seconds
+MIN_MEMORY_MB = 256
 
 
 _verifiers: weakref.WeakSet[Verifier] = weakref.WeakSet()
@@ -58,9 +61,13 @@ class Verifier:
         disagreements: Path | None = None,
     ) -> None:
         if workers is not None and workers < 1:
-            raise DataError(f"workers must be at least 1, not {workers}")
-        if timeout <= 0:
-            raise DataError(f"timeout must be a positive number of seconds, not {timeout}")
+            raise ConfigError(f"workers must be at least 1, not {workers}")
+        if not (math.isfinite(timeout) and 0 < timeout <= MAX_TIMEOUT):
+            raise ConfigError(f"timeout must be above 0 and at most {MAX_TIMEOUT:g} seconds, not {timeout}")
+        if memory_mb < MIN_MEMORY_MB:
+            raise ConfigError(
+                f"memory_mb must be at least {MIN_MEMORY_MB}: a worker needs it to start, not {memory_mb}"
+            )
         self.workers = workers or min(4, os.cpu_count() or 1)
         self.timeout = timeout  # seconds of wall clock for one answer in a worker
         self.memory_mb = memory_mb  # address space of one worker
@@ -117,7 +124,14 @@ class Verifier:
         return await asyncio.to_thread(self.grade, items)
 
     def _begin(self, at: int, response: str, gold: Gold) -> Verdict | _Waiting:
+        """The verdict of one item, or its place in the queue; what breaks the rules is an error of this item alone."""
         golds = _as_golds(at, response, gold)
+        try:
+            return self._by_rules(response, golds)
+        except (RecursionError, MemoryError):
+            return Verdict(0.0, "limit", None, "limit")
+
+    def _by_rules(self, response: str, golds: list[str]) -> Verdict | _Waiting:
         if not any(g.strip() for g in golds):
             return Verdict(0.0, "empty_gold", None, "empty_gold")
         answer = extract(response).answer
