@@ -207,7 +207,7 @@ class VerifyConfig(Section):
     """The verifier."""
 
     workers: int | None = Field(None, ge=1)
-    """Worker processes; None: one per core, at most 8."""
+    """Worker processes; None: one per core, at most 4."""
     timeout_s: float = Field(5.0, gt=0)
     """Wall limit of one answer, seconds."""
     memory_mb: int = Field(2048, ge=256)

@@ -13,18 +13,17 @@ HEADER = "iteration prompts accuracy valid samples length entropy     kl gradien
 def console_line(iterations: int, console: Console | None = None) -> Callable[[dict[str, float]], None]:
     """An observer that prints one line an iteration."""
     out = console or Console()
-    start, first = time.monotonic(), 0
-    lines = 0
+    start, first, lines = 0.0, 0, 0
 
     def show(metrics: dict[str, float]) -> None:
-        nonlocal lines, first
+        nonlocal lines, first, start
         done = int(metrics["iteration"])
         evaluated = {k: v for k, v in metrics.items() if k.startswith("eval/") and k.endswith("/pass@1")}
         if "train/samples" in metrics:
             if lines % 20 == 0:
                 out.print(HEADER, style="bold", soft_wrap=True)
-            if lines == 0:
-                first = done - 1
+            if lines == 0:  # the clock starts with the iteration that this line ends, whatever came before
+                first, start = done - 1, time.monotonic() - metrics.get("seconds/iteration", 0.0)
             lines += 1
             left = (time.monotonic() - start) / max(done - first, 1) * (iterations - done)
             out.print(_line(metrics, done, iterations, left), highlight=False, soft_wrap=True)

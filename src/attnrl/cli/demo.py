@@ -48,8 +48,8 @@ def main(argv: list[str]) -> int:
 
 def summary(runs: list[Path]) -> Table:
     """Held-out accuracy before and after, with its 95 % interval, of each run."""
-    table = Table(title="held-out problems, pass@1 with 95 % interval")
-    for column in ("preset", "before", "after", "difference", "generated tokens", "seconds"):
+    table = Table(title="held-out accuracy in percent, at the temperature of training, with 95 % interval")
+    for column in ("preset", "before", "after", "points", "tokens", "seconds"):
         table.add_column(column, justify="left" if column == "preset" else "right")
     for run in runs:
         metrics = read_metrics(run)
@@ -62,8 +62,8 @@ def summary(runs: list[Path]) -> Table:
             run.name,
             _interval(first),
             _interval(last),
-            f"{100 * (last[HELD_OUT] - first[HELD_OUT]):+.1f} points",
-            f"{last['generate/total_tokens']:,.0f}",
+            f"{100 * (last[HELD_OUT] - first[HELD_OUT]):+.1f}",
+            f"{last['generate/total_tokens'] / 1e6:.2f}M",
             f"{seconds:.0f}",
         )
     return table
@@ -71,7 +71,7 @@ def summary(runs: list[Path]) -> Table:
 
 def _interval(metrics: dict[str, float]) -> str:
     low, high = metrics[f"{HELD_OUT}_low"], metrics[f"{HELD_OUT}_high"]
-    return f"{metrics[HELD_OUT]:.1%} ({low:.1%} to {high:.1%})"
+    return f"{100 * metrics[HELD_OUT]:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
 def _next_free(path: Path) -> Path:

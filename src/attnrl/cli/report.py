@@ -4,8 +4,8 @@ Held-out accuracy with its intervals, the paper's curves, seconds per phase, and
 FCI, branch points, values and advantages. The file needs no network and no other file. A run that is still going is
 reported as far as it has come.
 
-  attnrl report runs/demo
-  attnrl report runs/demo runs/demo_grpo runs/demo_treerl --output compare.html
+  attnrl report runs/a
+  attnrl report runs/a runs/b runs/c --output compare.html
 """
 
 from __future__ import annotations

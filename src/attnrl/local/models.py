@@ -84,9 +84,10 @@ def load_model(name_or_path: str | Path, *, device: str = "auto", dtype: str = "
             config.attention_dropout = 0.0
         tokenizer = load_tokenizer(name)
         # sampler, scorer and learner put attention of their own in place; eager is what every architecture has
-        model = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=torch_dtype, attn_implementation="eager"
-        )
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                name, config=config, dtype=torch_dtype, attn_implementation="eager"
+            )
     except OSError as error:
         raise MissingFileError(f"cannot load model {name!r}: {error}") from error
     except ValueError as error:
