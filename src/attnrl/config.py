@@ -31,6 +31,8 @@ class ModelConfig(Section):
     """auto (CUDA where there is one), cpu, cuda."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights of the policy; optimizer state is float32 always. auto: bfloat16 on CUDA, float32 on CPU."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of torch; None: torch's own choice. Tiny models gain little from a second one."""
     lora_rank: int = Field(0, ge=0)
     """Rank of LoRA adapters; 0 trains full weights."""
     lora_alpha: float = Field(32.0, gt=0)

@@ -44,6 +44,7 @@ MAY_CHANGE = (  # keys that change no result, or only how far a run goes
     "run.save_rollouts_every",
     "run.trackers",
     "sampling.rows",
+    "model.threads",
     "update.microbatch_tokens",
     "update.logit_chunk_tokens",
     "update.gradient_checkpointing",

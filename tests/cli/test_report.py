@@ -39,4 +39,4 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         run(["report", "--help"])
     assert stopped.value.code == 0
-    assert "attnrl report runs/demo runs/demo_grpo" in capsys.readouterr().out
+    assert "attnrl report runs/a runs/b" in capsys.readouterr().out

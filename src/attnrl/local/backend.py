@@ -250,6 +250,8 @@ def backend_from_config(config: Config, *, model: str | Path | None = None, prog
         fci=config.algo.filter != "none" or needs_fci(config.algo.rule),
         progress=progress,
     )
+    if config.model.threads is not None:
+        torch.set_num_threads(config.model.threads)
     lora = None
     if config.model.lora_rank:
         lora = LoraOptions(
