@@ -20,6 +20,7 @@ MAX_BITS = 1 << 16  # of an exact number: 2016! has 19,300
 MAX_LOG2 = 1e5  # of a rounded number
 MAX_FACTORIAL = 4000
 DIGITS = (50, 160)  # decimal digits of the first and of the deciding evaluation
+MAX_EXTRA_DIGITS = 2500  # that the size of a value may add to the second
 
 _context = mpmath.mp.clone()
 _lock = threading.Lock()  # mpmath caches its constants without one
@@ -289,9 +290,10 @@ def equal_at(a: Node, b: Node, point: Mapping[str, Fraction]) -> tuple[bool, boo
     first, second = DIGITS
     x, y = evaluate(a, point, first), evaluate(b, point, first)
     real = not (mpmath.im(x) or mpmath.im(y))
-    if close(x, y, first):
-        return True, real
-    if abs(x - y) > _context.mpf(10) ** (-first // 2) * max(1, abs(x), abs(y)):
+    size = max(abs(x), abs(y))
+    if abs(x - y) > _context.mpf(10) ** (-first // 2) * max(1, size):
         return False, real
+    # 10^20 and sqrt(10^40 + 1) agree in 40 digits, twice what the value has before its point; `close` reads two thirds
+    second += min(3 * int(abs(_log2(size)) * math.log10(2)), MAX_EXTRA_DIGITS) if size else 0
     x, y = evaluate(a, point, second), evaluate(b, point, second)
     return close(x, y, second) or bool(abs(x - y) < _context.mpf(10) ** (-second + 20)), real

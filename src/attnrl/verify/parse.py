@@ -358,13 +358,17 @@ class Parser:
 
     def symbol(self, token: Token) -> Node:
         name = token.value
-        if name in UNKNOWN_FUNCTIONS and self.is_op("(") and not self.peek().space:
+        if self.is_op("(") and not self.peek().space and (name in UNKNOWN_FUNCTIONS or self.at_number(name)):
             self.take()
             inner = self.bracket("(")
             return Node("ufn", inner.args if inner.kind == "group" else (inner,), name)
         if name in ("i", "e") and not self.is_op("_", "'"):
             return Node("const", value=name)
         return Node("sym", value=name)
+
+    def at_number(self, name: str) -> bool:
+        """Whether a letter stands before one bare number in brackets: I(0) is a value of I, not I times 0."""
+        return name not in ("e", "i") and self.peek(1).kind == "num" and self.peek(2).value == ")"
 
     def words(self, token: Token) -> Node:
         """Prose: a label before a value is skipped, a name before a relation kept, anything else refused."""
