@@ -77,6 +77,32 @@ FAMILIES: dict[str, list[tuple[str, list[str], list[str]]]] = {
         ("6", ["2(3)", "(2)(3)"], ["23"]),
         (r"2\pi", [r"\pi(2)"], [r"\pi"]),
     ],
+    "equations of numbers": [
+        ("42", [r"6 \cdot 7 = 42", r"x = 6 \cdot 7 = 42"], ["43=42", "1=2=42", "x=43=42", "1/0=42"]),
+        ("50", [r"0.5 = 50\%"], ["5 = 50"]),
+        ("0.33", [r"\frac13 = 0.33"], [r"\frac12 = 0.33"]),
+    ],
+    "numbers in words": [
+        ("5", [r"5\text{ cm squared}", "5 square units", "5 quarters"],
+         ["5 million", r"5\text{ thousand}", "5 dozen", "5 squared", r"5\text{ factorial}", "5 halves"]),
+        ("5000000", ["5 million", r"5\text{ million dollars}", "\\$5 million"], ["5", "5 thousand"]),
+        ("60", ["5 dozen", "5 dozen eggs"], ["5", "12"]),
+        ("2500", ["2.5 thousand"], ["2.5"]),
+    ],
+    "sets of sets": [
+        (r"\{1,2\},\{3\}", [r"\{3\},\{2,1\}"], [r"\{1,2,3\}", r"\{1\},\{2,3\}"]),
+    ],
+    "a number or a list": [
+        ("1,200", ["1200", "1{,}200"], ["1, 200"]),
+        ("1, 200", ["200, 1"], ["1200"]),
+        ("(1,200)", ["(1, 200)"], ["1200"]),
+        ("1,2,300", ["1, 2, 300"], ["1, 2"]),
+    ],
+    "functions of whole numbers": [
+        (r"\lfloor n/2\rfloor", [r"\lfloor \frac{n}{2}\rfloor"], [r"\lceil n/2\rceil-1", "n/2"]),
+        ("n!", ["n(n-1)!"], ["(n-1)!"]),
+        (r"\binom{n}{2}", [r"\frac{n(n-1)}{2}"], [r"\binom{n}{3}"]),
+    ],
     "complex": [
         ("3+4i", ["4i+3", r"3+4\mathrm{i}"], ["3-4i", "4+3i", "7i"]),
         ("-1", [r"e^{i\pi} = -1", "i^2"], ["e^{i}"]),

@@ -178,7 +178,7 @@ HEDGES = {
 }
 EMPTY_GOLDS: dict[str, str | list[str]] = {
     "empty": "", "blank": "   ", "dollars": "$$", "empty list": [], "empty alternatives": ["", " "],
-    "empty box": r"\boxed{}",
+    "empty box": r"\boxed{}", "empty text": r"\text{}", "blank text": r"$\text{ }$",
 }  # fmt: skip
 
 CASES = TOWERS | SIZES | REGEX | CHARACTERS | HEDGES
@@ -267,6 +267,12 @@ def test_deep_text_is_its_own_error_and_spares_the_batch(verifier: Verifier, uni
     deep = unit * (3900 // len(unit))
     items = [(_box("1"), "1"), (_box(deep), "1"), (_box(deep[:400]), "1"), (_box("1"), deep), (_box("2"), "2")]
     assert [verdict.reward for verdict in _grade(verifier, items)] == [1.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_what_has_no_value_is_wrong_wherever_it_stands(verifier: Verifier) -> None:
+    wide = ", ".join(str(n) for n in range(41))
+    items = [(_box(wide[:-2] + r"\frac{1}{0}"), wide), (_box("1/0 = 42"), "42"), (_box("42"), "1/0 = 42")]
+    assert [verdict.reward for verdict in _grade(verifier, items)] == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("tail", ["!" * 1400, r"^\circ" * 400])

@@ -109,18 +109,18 @@ def clean(text: str) -> str:
     text = text.replace("\x1f", "\\\\")
     text = text.replace("**", "^") if re.search(r"\w\s*\*\*\s*[\w(]", text) else text.replace("**", "")
     text = _SPEED.sub("", text.strip().rstrip("."))
-    if not text.strip("{} "):
+    if not re.sub(r"\\text\s*(?=\{\s*\})", "", text).strip("{} "):
         return ""
     return text.rstrip(_TRAILING) if text[:1] == "." else text.strip(_TRAILING)
 
 
 def string_key(cleaned: str) -> str:
-    """Spelling without spaces (save between digits): equal keys are equal answers.
+    """Spelling without spaces (save between digits, and in 1, 200, which is not 1,200): equal keys are equal answers.
 
     >>> string_key("( 1, 2 )") == string_key("(1,2)"), string_key("1 2") == string_key("12")
     (True, False)
     """
-    key = re.sub(r"(?<=\d) +(?=\d)", "\x00", cleaned)
+    key = re.sub(r"(?<=\d) +(?=\d)|(?<=\d,) +(?=\d{3}(?!\d))", "\x00", cleaned)
     key = key.replace(" ", "").replace("\x00", " ")
     return re.sub(r"\{(\w)\}", r"\1", key)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 from typing import cast
 
 from attnrl.verify import realset
-from attnrl.verify.number import UndefinedError, equal_at, evaluate, exact, sample_points, symbols
+from attnrl.verify.number import UndefinedError, equal_at, evaluate, exact, sample_points, symbols, whole_points
 from attnrl.verify.tree import Node, negative
 
 LONG_DECIMAL = 10  # significant digits from which a decimal stands for the exact value it rounds
 MAX_ITEMS = 40  # of an unordered list that is matched item by item
 INEQUALITIES = frozenset(("<", ">", "<=", ">=", "!="))
+STEPS = frozenset(("floor", "ceil", "mod", "factorial", "binomial"))
 SCALARS = frozenset(("num", "sym", "const", "add", "mul", "div", "pow", "root", "fn", "ufn", "deg"))
 
 
@@ -90,7 +92,7 @@ def _with_sign(node: Node, plus: bool) -> Node:
 def _items(node: Node) -> list[Node]:
     """The elements an unordered answer lists; plus-minus gives two."""
     if node.kind in ("list", "set"):
-        return [item for arg in node.args for item in _items(arg)]
+        return [item for arg in node.args for item in ([arg] if arg.kind == "set" else _items(arg))]
     if node.kind == "rel" and len(node.args) == 2 and node.args[1].kind in ("set", "list") and _is_name(node.args[0]):
         return _items(node.args[1])
     return [_with_sign(node, True), _with_sign(node, False)] if _has_sign(node) else [node]
@@ -168,7 +170,7 @@ def _assigned(node: Node) -> tuple[Node, Node] | None:
 def _closing_value(node: Node) -> list[Node]:
     """The values a relation may stand for where the gold is a plain value; none where it is an unsolved equation."""
     signs: tuple[str, ...] = node.value  # type: ignore[assignment]
-    if any(sign not in ("=", "~") for sign in signs):
+    if any(sign not in ("=", "~") for sign in signs) or _contradicts(node):
         return []
     assigned = _assigned(node)
     if assigned:
@@ -186,8 +188,27 @@ def _closing_value(node: Node) -> list[Node]:
 def _evaluated(node: Node) -> Node:
     """2 * 3 = 6 is 6: an equation of plain numbers states its last one."""
     if node.kind == "rel" and set(cast(tuple[str, ...], node.value)) == {"="} and not symbols(node):
-        return node.args[-1]
+        return node if _contradicts(node) else node.args[-1]
     return node
+
+
+def _contradicts(node: Node) -> bool:
+    """Whether an equation sets different numbers equal: 43 = 42. Rounding, and 0.5 = 50%, are no contradiction."""
+    if "~" in cast(tuple[str, ...], node.value):
+        return False
+    try:
+        values = [exact(arg) if arg.kind in SCALARS else None for arg in node.args]
+    except UndefinedError:
+        return True  # 1/0 = 42
+    sides = [(arg, value) for arg, value in zip(node.args, values, strict=True) if value is not None]
+    for (one, a), (other, b) in pairwise(sides):
+        places = [
+            cast(tuple[int, int], side.args[0].value)[1] for side in (one, other) if side.kind == "num" and side.args
+        ]
+        slack = Fraction(10) ** -min(places) if places else Fraction(0)
+        if abs(a - b) > slack and a != 100 * b and b != 100 * a:
+            return True
+    return False
 
 
 def _same_relation(gold: Node, answer: Node) -> bool | None:
@@ -347,7 +368,10 @@ def same_value(gold: Node, answer: Node) -> bool | None:
         return a == b or _long_decimal(gold, answer) or _long_decimal(answer, gold)
     names = symbols(gold) | symbols(answer)
     seen = 0
-    for number, point in enumerate(sample_points(names)):
+    points = sample_points(names)
+    if names and (_steps(gold) or _steps(answer)):
+        points += whole_points(names)
+    for number, point in enumerate(points):
         try:
             equal, real = equal_at(gold, answer, point)
         except UndefinedError:
@@ -358,6 +382,11 @@ def same_value(gold: Node, answer: Node) -> bool | None:
     if seen:
         return True
     return None if _plain(gold) and _plain(answer) else False
+
+
+def _steps(node: Node) -> bool:
+    """Whether a function of whole numbers stands in the tree: there, other points say too little."""
+    return (node.kind == "fn" and node.value in STEPS) or any(map(_steps, node.args))
 
 
 def _plain(node: Node) -> bool:

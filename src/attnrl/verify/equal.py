@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from attnrl.verify.clean import clean, string_key, text_key
 from attnrl.verify.compare import same
+from attnrl.verify.number import UndefinedError
 from attnrl.verify.parse import parse
 from attnrl.verify.tokens import INFINITE, NUMBER_WORDS, WORDS_AS_NAMES, LimitError, ParseError
 from attnrl.verify.tree import Node
@@ -141,6 +142,8 @@ def _by_value(gold: Reading, answer: Reading) -> Decision:
     rule = RULES.get(gold.trees[0].kind, "value")
     verdicts: list[bool | None] = []
     pairs = [(left, right) for left in gold.trees for right in answer.trees]
+    if gold.trees[0].kind == "num" and answer.trees[0].kind == "list":
+        pairs = pairs[:1]  # the gold 1,200 is a number, and 1, 200 is not
     if len(pairs) == 4:  # both may be grouped digits or lists: the same reading for both
         pairs = pairs[:1]
     try:
@@ -150,6 +153,8 @@ def _by_value(gold: Reading, answer: Reading) -> Decision:
                 return Decision(True, rule)
     except (LimitError, RecursionError):
         return Decision(False, "limit", "limit")
+    except UndefinedError:  # somewhere in a list or equation: what has no value is no answer
+        return Decision(False, rule)
     if None in verdicts and may_be_symbolic(gold) and may_be_symbolic(answer):
         return Decision(None, "symbolic")
     return Decision(False, rule)

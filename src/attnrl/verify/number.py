@@ -147,6 +147,14 @@ def sample_points(names: set[str]) -> list[dict[str, Fraction]]:
     return points if names else points[:1]
 
 
+def whole_points(names: set[str]) -> list[dict[str, Fraction]]:
+    """Even and odd whole numbers for what floor, ceiling, modulus and factorial tell apart."""
+    return [
+        {name: Fraction(10 + 2 * (zlib.crc32(name.encode("utf-8", "surrogatepass")) % 5) + odd) for name in names}
+        for odd in (0, 1)
+    ]
+
+
 def _log2(value: Any) -> float:
     size = abs(value)
     return float(_context.log(size, 2)) if size else -math.inf

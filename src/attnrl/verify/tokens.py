@@ -32,6 +32,8 @@ UNIT_WORDS = UNITS | words(
     "units square cubic meters metres meter metre inches degrees dollars cents hours minutes seconds miles years weeks "
     "months grams liters pounds yards per centimeters kilometers people points"
 )  # in \\text{...} these are units even after a variable
+MAGNITUDES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+CHANGES = words("squared cubed factorial half halves thirds fourths fifths tenths hundredths thousandths")  # of a value
 SEPARATORS = frozenset(("and", "or", ",", ";"))
 _COUNTING = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
@@ -99,6 +101,15 @@ def _split_word(word: str, space: bool, after_value: bool) -> list[Token]:
     return [Token("unit" if after_value else "word", word, space)]
 
 
+def _number_words(word: str, space: bool) -> list[Token]:
+    """What a word right after a number does to it: 5 million is a product, 5 squared is refused; else nothing."""
+    lower = word.casefold()
+    if lower in CHANGES:
+        raise ParseError(f"{lower} in words", prose=True)
+    factor = MAGNITUDES.get(lower.removesuffix("s"))
+    return [Token("op", "*", space), Token("num", str(factor), space)] if factor else []
+
+
 def _text_tokens(content: str, space: bool, after_value: bool, after_variable: bool) -> list[Token]:
     """The inside of \\text{...}: a separator, a number or letter, a unit after a value, else prose."""
     inner = content.strip()
@@ -150,7 +161,12 @@ def tokenize(text: str) -> list[Token]:
         value = match.group(kind)
         space = text[at : match.start(kind)][:1].isspace()
         at = match.end()
-        if kind == "word":
+        after_number = bool(tokens) and _after_value(tokens) and tokens[-1].kind != "unit"
+        first, _, rest = value.strip().partition(" ") if kind in ("word", "text") and after_number else ("", "", "")
+        if first and (product := _number_words(first, space)):
+            tokens += product
+            tokens += _text_tokens(rest, True, True, False) if rest else []
+        elif kind == "word":
             tokens += _split_word(value, space, _after_value(tokens))
         elif kind == "text":
             after_variable = bool(tokens) and tokens[-1].kind == "sym"
