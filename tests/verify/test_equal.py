@@ -103,6 +103,12 @@ FAMILIES: dict[str, list[tuple[str, list[str], list[str]]]] = {
         ("n!", ["n(n-1)!"], ["(n-1)!"]),
         (r"\binom{n}{2}", [r"\frac{n(n-1)}{2}"], [r"\binom{n}{3}"]),
     ],
+    "spellings": [
+        (r"\frac12", [r"\nicefrac{1}{2}", r"\sfrac12"], [r"\nicefrac{2}{1}"]),
+        ("30^{\\circ}", [r"30\degree", r"30^{\degree}", r"30^\degree"], [r"31\degree"]),
+        (r"\frac13", [r"0.\bar{3}", r"0.\bar 3"], [r"0.\bar{4}"]),
+        ("2", [r"\gcd(4,6)"], [r"\gcd(4,8)", r"\lcm(4,6)"]),
+    ],
     "complex": [
         ("3+4i", ["4i+3", r"3+4\mathrm{i}"], ["3-4i", "4+3i", "7i"]),
         ("-1", [r"e^{i\pi} = -1", "i^2"], ["e^{i}"]),

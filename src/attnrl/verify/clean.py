@@ -38,7 +38,8 @@ _TEXT_LIKE = re.compile(
     r"\\(?:textbf|textit|textrm|textsf|texttt|textsc|textnormal|textup|mathrm|mathbf|mathit|mathsf|mathtt|mathnormal|mbox"
     r"|hbox|operatorname\*?|emph|underline|bf|rm|it)(?=\s*\{)"
 )
-_FRAC = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+_FRAC = re.compile(r"\\(?:[dtcs]|nice|x)frac(?![a-zA-Z])")
+_DEGREE = re.compile(r"\^?\s*(?:\{\s*)?\\(?:degree|textdegree)(?![a-zA-Z])(?:\s*\})?")
 _BOX_CMD = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{ ?, ?\}|,\\!|\\!,|\\,|,\s*\\!\s*)\s*(?=\d{3}(?!\d))")
 _DECIMAL_COMMA = re.compile(r"(?<=\d)\{ ?, ?\}(?=\d)")
@@ -105,6 +106,7 @@ def clean(text: str) -> str:
     text = _ARG_SPACE.sub(" ", text)
     text = _SPACES.sub(" ", text)
     text = _FRAC.sub(r"\\frac", text)
+    text = _DEGREE.sub(r"^\\circ ", text)
     text = _PERCENT.sub(" ", text)
     text = text.replace("\x1f", "\\\\")
     text = text.replace("**", "^") if re.search(r"\w\s*\*\*\s*[\w(]", text) else text.replace("**", "")

@@ -18,7 +18,7 @@ def literal(parser: Parser, token: Token) -> Node:
     while _grouped(parser, text, token):
         text += parser.tokens[parser.at + (parser.tokens[parser.at].value == ",")].value
         parser.at += 1 + (parser.tokens[parser.at].value == ",")
-    if "." in text and parser.is_cmd("overline"):
+    if "." in text and parser.is_cmd("overline", "bar"):
         return _repeating(parser, text)
     node = number(text)
     if not text.isdigit():

@@ -60,7 +60,7 @@ def exact(node: Node) -> Fraction | None:
         return node.value  # type: ignore[return-value]
     if kind == "deg":
         return exact(node.args[0])
-    if kind not in ("add", "mul", "div", "pow", "fn"):
+    if kind not in ("add", "mul", "div", "pow", "fn") and not (kind == "ufn" and node.value in ("gcd", "lcm")):
         return None
     parts = [exact(arg) for arg in node.args]
     if any(part is None for part in parts):
@@ -112,6 +112,9 @@ def _exact_function(name: str, values: list[Fraction]) -> Fraction | None:
             raise UndefinedError("modulus zero")
         return first % values[1]
     whole = all(value.denominator == 1 for value in values)
+    if name in ("gcd", "lcm") and whole:
+        combined = (math.gcd if name == "gcd" else math.lcm)(*(value.numerator for value in values))
+        return _bounded(Fraction(combined))
     if name == "factorial" and whole:
         if first < 0:
             raise UndefinedError("factorial of a negative number")
