@@ -42,6 +42,7 @@ def test_the_layers_hold(copy: Path) -> None:
         ("iteration.py", "import attnrl.local"),
         ("trainer.py", "import torch"),
         ("algo/forest.py", "import transformers"),
+        ("scoring/plan.py", "import attnrl.config"),
     ],
 )
 def test_a_planted_layer_violation_is_caught(copy: Path, module: str, line: str) -> None:
