@@ -143,30 +143,36 @@ def tile_candidates() -> list[Any]:
         (128, 32, 4, 4, 0),
         (256, 64, 8, 3, 128),
     ]
-    return [Tile(n, m, w, s, registers=r) for n, m, w, s, r in sizes]
+    hopper = [Tile(128, 64, 4, stages, kernel="gluon") for stages in (2, 3, 4)]
+    return hopper + [Tile(n, m, w, s, registers=r) for n, m, w, s, r in sizes]
 
 
-TUNED = (("1.5B", 8192, None), ("1.5B", 32768, 6), ("0.5B", 8192, 12), ("7B", 8192, 4), ("1.5B", 1024, 8))
+# Shape, tokens, and how many of the first shape's best tiles to try (None: all).
+TUNED = (
+    ("1.5B", 8192, None),
+    ("1.5B", 32768, 6),
+    ("0.5B", 8192, None),
+    ("0.5B", 1024, 10),
+    ("7B", 8192, 4),
+    ("1.5B", 4096, 8),
+    ("1.5B", 2048, 10),
+    ("1.5B", 1024, 12),
+)
 
 
 def tune(record: dict[str, Any]) -> None:
     """Every tile on one layer of each shape; the best by shape and length."""
+    from attnrl.scoring import fci_hopper
     from attnrl.scoring.fci_launch import LayerSums, _chosen, _key
     from attnrl.scoring.fci_triton import Tile
 
     tiles = tile_candidates()
-    for name, length, keep in (
-        ("1.5B", 8192, None),
-        ("1.5B", 32768, 6),
-        ("0.5B", 8192, 12),
-        ("7B", 8192, 4),
-        ("1.5B", 1024, 8),
-    ):
+    for name, length, keep in TUNED:
         shape = SHAPES[name]
         q, k, v, plan = layer(shape, length)
         _, lse = flash(q, k, v)
         args = {"scale": shape["head"] ** -0.5, "window": None, "softcap": None}
-        want = LayerSums(plan, q.device).column_sums(q, k, lse, tile=tiles[0], **args).clone()
+        want = LayerSums(plan, q.device).column_sums(q, k, lse, tile=Tile(), **args).clone()
         live = torch.from_numpy(plan.qmin_T < length).to(q.device)
         rows = []
         chosen = tiles if keep is None else [t for t, _ in record["ranking"][:keep]]
@@ -190,7 +196,7 @@ def tune(record: dict[str, Any]) -> None:
         }
         fields = set(asdict(tiles[0]))
         if done:  # the sections after this one use what was measured here
-            key = _key(q.device, DTYPE, shape["head"], length, False)
+            key = _key(q, length, special=False, hopper=fci_hopper.fits(q, k, None))
             _chosen[key] = Tile(**{f: done[0][f] for f in fields})
         if keep is None:
             record["ranking"] = [(Tile(**{f: r[f] for f in fields}), r["ms"]) for r in done]
@@ -204,6 +210,7 @@ def correct(record: dict[str, Any]) -> None:
     from attnrl.scoring.fci_triton import Tile
 
     ragged = [700, 33, 1, 260]
+    hopper = Tile(128, 64, 4, 3, kernel="gluon")
     cases: list[dict[str, Any]] = [
         {"heads": 12, "groups": 6, "head": 128, "dtype": "bfloat16"},
         {"heads": 14, "groups": 7, "head": 64, "dtype": "bfloat16", "delta": 1},
@@ -217,6 +224,10 @@ def correct(record: dict[str, Any]) -> None:
         {"heads": 4, "groups": 2, "head": 128, "dtype": "bfloat16", "softcap": 5.0, "window": 300},
         {"heads": 4, "groups": 2, "head": 128, "dtype": "bfloat16", "tile": Tile(128, 128, 8, 2, registers=128)},
         {"heads": 4, "groups": 2, "head": 128, "dtype": "bfloat16", "mean": 0.5, "gaps": True},
+        {"heads": 12, "groups": 6, "head": 128, "dtype": "bfloat16", "tile": hopper},
+        {"heads": 4, "groups": 2, "head": 64, "dtype": "float16", "tile": hopper, "delta": 1, "key_reduce": "sum"},
+        {"heads": 4, "groups": 2, "head": 128, "dtype": "bfloat16", "tile": hopper, "window": 100},
+        {"heads": 4, "groups": 2, "head": 64, "dtype": "bfloat16", "tile": hopper, "mean": 0.5, "gaps": True},
     ]
     record["head"] = [run_head_case("cuda", dtype, 151936, t) for dtype, t in (("float32", 1.0), ("bfloat16", 0.6))]
     record["cases"] = []

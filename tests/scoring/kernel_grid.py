@@ -83,6 +83,7 @@ def run_case(
     tile: Tile | None = None,
     seed: int = 0,
     own_lse: bool = True,
+    heads_first: bool = False,
 ) -> dict[str, object]:
     """Relative errors of one case: of the scores against float64 on the same inputs, and of the log-sum-exp."""
     rng = np.random.default_rng(seed)
@@ -90,6 +91,8 @@ def run_case(
     total, scale = sum(lengths), head**-0.5
     q = (torch.randn(total, heads, head, generator=generator) * 2).to(getattr(torch, dtype)).to(device)
     k = torch.randn(total, heads // groups, head, generator=generator).to(getattr(torch, dtype)).to(device)
+    if heads_first:  # one head's queries after the other in memory, as some models have them
+        q, k = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
     spans = [random_spans(rng, n, mean, gaps) for n in lengths]
     plan = make_plan(lengths, spans, delta=delta, key_reduce=key_reduce)  # type: ignore[arg-type]
     want_HS, lse64_HT = dense_oracle(q, k, plan, scale, window, softcap)
@@ -102,6 +105,7 @@ def run_case(
     norm = max(float(want_HS.norm()), 1e-30)
     best = float((sums.best_S.double() - want_HS.amax(0)).norm() / norm)
     return {
+        "kind": sums.kind,
         "head": head,
         "heads": heads,
         "groups": groups,

@@ -48,3 +48,32 @@ def test_compiled_kernel_with_its_measured_tile(dtype: str, head: int) -> None:
     row = run_case("cuda", lengths=[700, 33, 260], heads=6, groups=3, head=head, dtype=dtype, mean=12.0)
     assert row["relative_error"] < 1e-5, row
     assert row["norm"] > 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device of compute capability 9")
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("head", [64, 128])
+def test_hopper_kernel(window: int | None, heads_first: bool, head: int) -> None:
+    from kernel_grid import run_case
+
+    from attnrl.scoring.fci_triton import Tile
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the Gluon kernel is for compute capability 9")
+    row = run_case(
+        "cuda",
+        lengths=[700, 33, 1, 260],
+        heads=6,
+        groups=3,
+        head=head,
+        dtype="bfloat16",
+        mean=12.0,
+        window=window,
+        heads_first=heads_first,
+        tile=Tile(128, 64, 4, 3, kernel="gluon"),
+    )
+    assert row["kind"] == "gluon"
+    assert row["relative_error"] < 1e-5, row
+    assert row["norm"] > 0.1

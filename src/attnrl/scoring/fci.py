@@ -25,6 +25,7 @@ TRITON, TORCH_BLOCKS = "triton", "torch_blocks"
 class Sums(Protocol):
     """Collects one attention layer after the other; `best_S` is the max over layers and heads so far."""
 
+    kind: str  # which implementation runs
     best_S: torch.Tensor
     heads_LHS: list[torch.Tensor]
 
@@ -42,6 +43,8 @@ class Sums(Protocol):
 
 class BlockSums:
     """FCI by query blocks in plain torch: exact, on any device, memory linear in the tokens."""
+
+    kind = TORCH_BLOCKS
 
     def __init__(self, plan: Plan, device: torch.device, *, keep_heads: bool = False) -> None:
         self.plan, self.keep_heads = plan, keep_heads

@@ -9,6 +9,7 @@ import json
 import os
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ import triton
 from attnrl.errors import DataError
 from attnrl.scoring.fci_triton import LOG2E, Tile, _column_sums, _row_lse, _step_max
 from attnrl.scoring.plan import ALIGN, Plan, key_blocks, query_blocks
+
+# Gluon is experimental: only the Triton versions that compile `fci_hopper` are trusted with it.
+if (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 10):
+    from attnrl.scoring import fci_hopper
+else:
+    fci_hopper = None  # type: ignore[assignment]
 
 # Measured on one H200 by benchmarks/fci.py, section "tune"; other devices and shapes are measured at first use.
 SHIPPED: dict[str, Tile] = {
@@ -33,8 +40,10 @@ CANDIDATES = [
     Tile(64, 64, 4, 3),
     Tile(64, 32, 4, 3),
 ]
+HOPPER_CANDIDATES = [Tile(128, 64, 4, 3, kernel="gluon"), Tile(128, 64, 4, 2, kernel="gluon"), *CANDIDATES]
 FLOAT32_CANDIDATES = [Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 16, 4, 2)]
 INTERPRETED = Tile(32, 16, 4, 1)
+AHEAD = 256  # values behind the last token that a kernel may read ahead, and never uses
 _chosen: dict[str, Tile] = {}
 
 
@@ -50,10 +59,11 @@ def cache_file() -> Path:
     return root / f"fci_tiles_{name}_triton{triton.__version__}.json"
 
 
-def _key(device: torch.device, dtype: torch.dtype, head: int, longest: int, special: bool) -> str:
+def _key(q_THD: torch.Tensor, longest: int, *, special: bool, hopper: bool) -> str:
     bucket = 1024 if longest <= 1024 else 1 << (longest - 1).bit_length()
-    arch = "sm{}{}".format(*torch.cuda.get_device_capability(device))
-    return f"{arch}/{str(dtype)[6:]}/d{head}/t{min(bucket, 32768)}{'/window_or_softcap' if special else ''}"
+    arch = "sm{}{}".format(*torch.cuda.get_device_capability(q_THD.device))
+    name = f"{arch}/{str(q_THD.dtype)[6:]}/d{q_THD.shape[-1]}/t{min(bucket, 32768)}"
+    return name + ("/window_or_softcap" if special else "") + ("/gluon" if hopper else "")
 
 
 class LayerSums:
@@ -61,20 +71,25 @@ class LayerSums:
 
     def __init__(self, plan: Plan, device: torch.device, *, keep_heads: bool = False, tile: Tile | None = None) -> None:
         self.plan, self.device, self.tile, self.keep_heads = plan, device, tile, keep_heads
-        total, steps = len(plan.qmin_T), len(plan.step_S)
-        self.best_S = torch.zeros(steps, device=device)
+        self.kind = "triton"
+        self.best_S = torch.zeros(len(plan.step_S), device=device)
         self.heads_LHS: list[torch.Tensor] = []
-        bounds = plan.step_S.copy()
-        bounds[~plan.live_S, 1] = bounds[~plan.live_S, 0]  # no later step: scores 0
-        weight_T = torch.from_numpy(plan.weight_T).to(device)
-        self._logw_T = torch.log2(weight_T)  # -inf outside steps: those queries never count
-        self._qmin_T = torch.from_numpy(plan.qmin_T).to(device)
-        self._step_S = torch.from_numpy(bounds).to(device)
-        self._divisor_S = torch.from_numpy(plan.divisor_S).to(device)
-        self._tables: dict[tuple[int, int | None], torch.Tensor] = {}
         # Rows start at multiples of 16 values, so that the kernel may read them in wide loads whatever the length.
-        self._pitch = -(-total // ALIGN) * ALIGN
+        self._pitch = -(-len(plan.qmin_T) // ALIGN) * ALIGN + AHEAD
         self._sums_HP = self._bias_HP = torch.empty(0, self._pitch, device=device)
+        self._tables: dict[tuple[int, int | None], torch.Tensor] = {}
+
+    @cached_property
+    def _on_device(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """log2 of the query weights [T], qmin [T], step bounds [S, 2], divisors [S].
+
+        Sent by the first layer, not before: while the host prepares them, the GPU runs the layer's attention.
+        """
+        bounds = self.plan.step_S.copy()
+        bounds[~self.plan.live_S, 1] = bounds[~self.plan.live_S, 0]  # no later step: scores 0
+        arrays = (self.plan.weight_T, self.plan.qmin_T, bounds, self.plan.divisor_S)
+        weight_T, qmin_T, step_S, divisor_S = (torch.from_numpy(array).to(self.device) for array in arrays)
+        return torch.log2(weight_T), qmin_T, step_S, divisor_S  # log2 is -inf outside steps: those never count
 
     def table(self, size: int, window: int | None) -> torch.Tensor:
         if (size, window) not in self._tables:
@@ -122,9 +137,26 @@ class LayerSums:
         if self._sums_HP.shape[0] != heads:
             self._sums_HP = torch.empty(heads, self._pitch, device=self.device)
             self._bias_HP = torch.empty_like(self._sums_HP)
-        torch.add(self._logw_T, lse_HT, alpha=-LOG2E, out=self._bias_HP[:, :total])
+        logw_T, qmin_T, *_ = self._on_device
+        torch.add(logw_T, lse_HT, alpha=-LOG2E, out=self._bias_HP[:, :total])
         table = self.table(tile.keys, window)
         if not len(table):
+            return self._sums_HP[:, :total]
+        self.kind = tile.kernel
+        if tile.kernel == "gluon":
+            fci_hopper.launch(
+                q_THD,
+                k_TKD,
+                self._bias_HP,
+                qmin_T,
+                table,
+                self._sums_HP,
+                scale2=scale * LOG2E,
+                window=window,
+                keys=tile.keys,
+                queries=tile.queries,
+                stages=tile.stages,
+            )
             return self._sums_HP[:, :total]
         options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
         if tile.registers and not interpreting():
@@ -133,7 +165,7 @@ class LayerSums:
             q_THD,
             k_TKD,
             self._bias_HP,
-            self._qmin_T,
+            qmin_T,
             table,
             self._sums_HP,
             scale * LOG2E,
@@ -159,11 +191,12 @@ class LayerSums:
 
     def _reduce(self, heads: int) -> None:
         steps = len(self.plan.step_S)
-        heads_HS = torch.empty(heads if self.keep_heads else 1, steps, device=self.device)
+        *_, step_S, divisor_S = self._on_device
+        heads_HS = torch.empty(heads, steps, device=self.device) if self.keep_heads else self.best_S
         _step_max[(steps,)](
             self._sums_HP,
-            self._step_S,
-            self._divisor_S,
+            step_S,
+            divisor_S,
             self.best_S,
             heads_HS,
             self._pitch,
@@ -181,7 +214,8 @@ class LayerSums:
         if interpreting():
             return INTERPRETED
         special = shape["window"] is not None or shape["softcap"] is not None
-        key = _key(self.device, q_THD.dtype, q_THD.shape[-1], max(self.plan.lengths), special)
+        hopper = fci_hopper is not None and fci_hopper.fits(q_THD, k_TKD, shape["softcap"])
+        key = _key(q_THD, max(self.plan.lengths), special=special, hopper=hopper)
         if key not in _chosen:
             _chosen[key] = SHIPPED.get(key) or _remembered(key) or self._measure(key, q_THD, k_TKD, lse_HT, shape)
         return _chosen[key]
@@ -190,7 +224,8 @@ class LayerSums:
         self, key: str, q_THD: torch.Tensor, k_TKD: torch.Tensor, lse_HT: torch.Tensor, shape: dict[str, Any]
     ) -> Tile:
         """The fastest candidate on these tensors, written to the cache file."""
-        candidates = FLOAT32_CANDIDATES if q_THD.dtype == torch.float32 else CANDIDATES
+        candidates = HOPPER_CANDIDATES if key.endswith("/gluon") else CANDIDATES
+        candidates = FLOAT32_CANDIDATES if q_THD.dtype == torch.float32 else candidates
         times: dict[Tile, float] = {}
         for tile in candidates:
             try:

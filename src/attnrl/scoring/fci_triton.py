@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import triton
 import triton.language as tl
@@ -23,7 +24,7 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One way to run the column-sum kernel."""
+    """One way to run the column-sum kernel: this module's, or that of `fci_hopper` (4 warps always)."""
 
     keys: int = 128  # keys of a program
     queries: int = 64  # queries of one loop turn
@@ -31,6 +32,7 @@ class Tile:
     stages: int = 3
     registers: int = 0  # limit per thread, so that two programs fit a multiprocessor; 0: none
     precision: str = "ieee"  # of products of float32 inputs
+    kernel: Literal["triton", "gluon"] = "triton"
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from attnrl.errors import DataError
 from attnrl.scoring.entropy import logprobs_and_entropy
-from attnrl.scoring.fci import Sums, fci_kind, make_sums, run_body, split_steps
+from attnrl.scoring.fci import Sums, make_sums, run_body, split_steps
 from attnrl.scoring.plan import KeyReduce, make_plan
 from attnrl.types import ScoreRequest, Scores
 
@@ -167,21 +167,22 @@ def _score_pack(
         logprobs, entropy = logprobs_and_entropy(
             model, hidden_TW[at - 1], targets_N, temperature=temperature, chunk=chunk
         )
-    best_S = sums.best_S.float().cpu().numpy() if sums is not None else np.zeros(len(plan.step_S), np.float32)
-    logprobs_N, entropy_N = logprobs.cpu().numpy(), entropy.cpu().numpy()
+        best_S = sums.best_S if sums is not None else hidden_TW.new_zeros(len(plan.step_S))
+        found = torch.cat([logprobs, entropy, best_S.to(logprobs)])
+    logprobs_N, entropy_N, fci_S = np.split(found.cpu().numpy(), [len(at_N), 2 * len(at_N)])
     report.seconds += whole.seconds()
     report.fci_seconds += part.seconds()
     report.tokens += len(ids_T)
     report.packs += 1
     report.attention_kinds |= state.kinds
-    report.fci_kind = fci_kind(device.type) if fci else "off"
+    report.fci_kind = sums.kind if sums is not None else "off"
     counts = [len(r.response) for r in pack]
     return [
         Scores(np.ascontiguousarray(a), np.ascontiguousarray(b), np.ascontiguousarray(c))
         for a, b, c in zip(
             split_steps(logprobs_N, counts),
             split_steps(entropy_N, counts),
-            split_steps(best_S, plan.counts),
+            split_steps(fci_S, plan.counts),
             strict=True,
         )
     ]
