@@ -147,26 +147,26 @@ def tile_candidates() -> list[Any]:
     return hopper + [Tile(n, m, w, s, registers=r) for n, m, w, s, r in sizes]
 
 
-# Shape, tokens, and how many of the first shape's best tiles to try (None: all).
+# Shape, tokens, and how many of the best tiles of that head size's first row to try (None: all).
 TUNED = (
     ("1.5B", 8192, None),
     ("1.5B", 32768, 6),
-    ("0.5B", 8192, None),
-    ("0.5B", 1024, 10),
-    ("7B", 8192, 4),
     ("1.5B", 4096, 8),
     ("1.5B", 2048, 10),
     ("1.5B", 1024, 12),
+    ("7B", 8192, 4),
+    ("0.5B", 8192, None),
+    ("0.5B", 32768, 6),
+    ("0.5B", 1024, 10),
 )
 
 
 def tune(record: dict[str, Any]) -> None:
-    """Every tile on one layer of each shape; the best by shape and length."""
-    from attnrl.scoring import fci_hopper
-    from attnrl.scoring.fci_launch import LayerSums, _chosen, _key
+    """Every tile on one layer of each shape; the best by shape and length. What follows runs on the shipped tiles."""
+    from attnrl.scoring.fci_launch import LayerSums
     from attnrl.scoring.fci_triton import Tile
 
-    tiles = tile_candidates()
+    ranking: list[Tile] = []
     for name, length, keep in TUNED:
         shape = SHAPES[name]
         q, k, v, plan = layer(shape, length)
@@ -174,9 +174,9 @@ def tune(record: dict[str, Any]) -> None:
         args = {"scale": shape["head"] ** -0.5, "window": None, "softcap": None}
         want = LayerSums(plan, q.device).column_sums(q, k, lse, tile=Tile(), **args).clone()
         live = torch.from_numpy(plan.qmin_T < length).to(q.device)
-        rows = []
-        chosen = tiles if keep is None else [t for t, _ in record["ranking"][:keep]]
-        for tile in chosen:
+        done: list[tuple[float, Tile]] = []
+        rows: list[dict[str, Any]] = []
+        for tile in tile_candidates() if keep is None else ranking[:keep]:
             sums = LayerSums(plan, q.device)
             started = time.perf_counter()
             try:
@@ -185,32 +185,27 @@ def tune(record: dict[str, Any]) -> None:
                 compiled = time.perf_counter() - started
                 ms = milliseconds(partial(sums.column_sums, q, k, lse, tile=tile, **args))
                 rows.append({**asdict(tile), "ms": ms, "difference": error, "compile_s": compiled})
+                done.append((ms, tile))
             except FAILURES as problem:  # a tile that does not fit is a result
                 rows.append({**asdict(tile), "error": repr(problem)[:160]})
-        done = sorted((r for r in rows if "ms" in r), key=lambda r: r["ms"])
+        done.sort(key=lambda row: row[0])
+        if keep is None:
+            ranking = [tile for _, tile in done]
         pairs = 2 * shape["head"] * shape["heads"] * float((length - plan.qmin_T[plan.qmin_T < length]).sum())
         record[f"{name}/{length}"] = {
-            "best": done[0] if done else None,
-            "tflops": pairs / done[0]["ms"] / 1e9 if done else None,
-            "rows": done + [r for r in rows if "ms" not in r],
+            "tflops": pairs / done[0][0] / 1e9 if done else None,
+            "rows": sorted(rows, key=lambda row: row.get("ms", float("inf"))),
         }
-        fields = set(asdict(tiles[0]))
-        if done:  # the sections after this one use what was measured here
-            key = _key(q, length, special=False, hopper=fci_hopper.fits(q, k, None))
-            _chosen[key] = Tile(**{f: done[0][f] for f in fields})
-        if keep is None:
-            record["ranking"] = [(Tile(**{f: r[f] for f in fields}), r["ms"]) for r in done]
-    record["ranking"] = [(asdict(t), ms) for t, ms in record.get("ranking", [])]
 
 
 def correct(record: dict[str, Any]) -> None:
     """Relative errors against dense float64 over head layouts, dtypes, windows, soft-caps and ragged spans."""
     from kernel_grid import run_case, run_head_case
 
+    from attnrl.scoring.fci_launch import HOPPER
     from attnrl.scoring.fci_triton import Tile
 
     ragged = [700, 33, 1, 260]
-    hopper = Tile(128, 64, 4, 3, kernel="gluon")
     cases: list[dict[str, Any]] = [
         {"heads": 12, "groups": 6, "head": 128, "dtype": "bfloat16"},
         {"heads": 14, "groups": 7, "head": 64, "dtype": "bfloat16", "delta": 1},
@@ -224,10 +219,10 @@ def correct(record: dict[str, Any]) -> None:
         {"heads": 4, "groups": 2, "head": 128, "dtype": "bfloat16", "softcap": 5.0, "window": 300},
         {"heads": 4, "groups": 2, "head": 128, "dtype": "bfloat16", "tile": Tile(128, 128, 8, 2, registers=128)},
         {"heads": 4, "groups": 2, "head": 128, "dtype": "bfloat16", "mean": 0.5, "gaps": True},
-        {"heads": 12, "groups": 6, "head": 128, "dtype": "bfloat16", "tile": hopper},
-        {"heads": 4, "groups": 2, "head": 64, "dtype": "float16", "tile": hopper, "delta": 1, "key_reduce": "sum"},
-        {"heads": 4, "groups": 2, "head": 128, "dtype": "bfloat16", "tile": hopper, "window": 100},
-        {"heads": 4, "groups": 2, "head": 64, "dtype": "bfloat16", "tile": hopper, "mean": 0.5, "gaps": True},
+        {"heads": 12, "groups": 6, "head": 128, "dtype": "bfloat16", "tile": HOPPER},
+        {"heads": 4, "groups": 2, "head": 128, "dtype": "float16", "tile": HOPPER, "delta": 1, "key_reduce": "sum"},
+        {"heads": 4, "groups": 2, "head": 128, "dtype": "bfloat16", "tile": HOPPER, "window": 100},
+        {"heads": 4, "groups": 2, "head": 128, "dtype": "bfloat16", "tile": HOPPER, "mean": 0.5, "gaps": True},
     ]
     record["head"] = [run_head_case("cuda", dtype, 151936, t) for dtype, t in (("float32", 1.0), ("bfloat16", 0.6))]
     record["cases"] = []
@@ -569,12 +564,10 @@ def main() -> None:
             SECTIONS[name](record)
         except FAILURES:  # one failing section must not lose the others
             record["error"] = traceback.format_exc()[-1500:]
-            record.pop("ranking", None)
         record["section_seconds"] = round(time.perf_counter() - start, 1)
         results[name] = record
         args.out.write_text(json.dumps(results, indent=1, default=str))
-        brief = {k: v for k, v in record.items() if k not in ("ranking",)}
-        print(name, json.dumps(brief, default=str)[: 6000 if name == "tune" else 3000], flush=True)
+        print(name, json.dumps(record, default=str)[:3000], flush=True)
         torch.cuda.empty_cache()
 
 

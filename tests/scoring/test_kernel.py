@@ -54,8 +54,7 @@ def test_compiled_kernel_with_its_measured_tile(dtype: str, head: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device of compute capability 9")
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("heads_first", [False, True])
-@pytest.mark.parametrize("head", [64, 128])
-def test_hopper_kernel(window: int | None, heads_first: bool, head: int) -> None:
+def test_hopper_kernel(window: int | None, heads_first: bool) -> None:
     from kernel_grid import run_case
 
     from attnrl.scoring.fci_triton import Tile
@@ -67,7 +66,7 @@ def test_hopper_kernel(window: int | None, heads_first: bool, head: int) -> None
         lengths=[700, 33, 1, 260],
         heads=6,
         groups=3,
-        head=head,
+        head=128,
         dtype="bfloat16",
         mean=12.0,
         window=window,
@@ -77,3 +76,14 @@ def test_hopper_kernel(window: int | None, heads_first: bool, head: int) -> None
     assert row["kind"] == "gluon"
     assert row["relative_error"] < 1e-5, row
     assert row["norm"] > 0.1
+
+
+def test_hopper_kernel_compiles_without_a_gpu() -> None:
+    # A process of its own: Triton's compiler complains of its own leaks when the process ends.
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "compile_hopper.py")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    built = json.loads(done.stdout)
+    assert built["products"] > 0
+    assert built["shared"] < 113 * 1024  # two programs share a multiprocessor

@@ -175,9 +175,8 @@ def can_share(model: nn.Module) -> bool:
 def shared_attention(model: nn.Module, runs: Runs) -> Iterator[None]:
     """While open, each run of the batch attends causally along its path. Call `backward` inside, as gradient
     checkpointing attends again."""
-    check_model(model)
+    configs = check_model(model)
     AttentionInterface.register(IMPLEMENTATION, _interface)
-    configs = list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
     before = [config._attn_implementation for config in configs]
     _ACTIVE.update({id(config): runs for config in configs})
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import triton
+from numpy.typing import NDArray
 
 from attnrl.errors import DataError
 from attnrl.scoring.fci_triton import LOG2E, Tile, _column_sums, _row_lse, _step_max
@@ -26,11 +27,16 @@ if (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3
 else:
     fci_hopper = None  # type: ignore[assignment]
 
+HOPPER = Tile(128, 64, 4, 3, kernel="gluon")
 # Measured on one H200 by benchmarks/fci.py, section "tune"; other devices and shapes are measured at first use.
 SHIPPED: dict[str, Tile] = {
-    "sm90/bfloat16/d128/t1024": Tile(64, 64, 4, 3),
-    **{f"sm90/bfloat16/d128/t{tokens}": Tile(128, 64, 8, 3) for tokens in (2048, 4096, 8192, 16384, 32768)},
-    **{f"sm90/bfloat16/d64/t{tokens}": Tile(64, 128, 4, 2, registers=128) for tokens in (4096, 8192, 16384, 32768)},
+    "sm90/half/d128/t1024": Tile(64, 64, 4, 3),
+    "sm90/half/d128/t2048": Tile(64, 128, 4, 3),
+    **{f"sm90/half/d128/t{tokens}": Tile(128, 64, 8, 3) for tokens in (4096, 8192, 16384, 32768)},
+    "sm90/half/d128/t1024/gluon": Tile(64, 64, 4, 3),
+    "sm90/half/d128/t2048/gluon": Tile(64, 128, 4, 3),
+    **{f"sm90/half/d128/t{tokens}/gluon": HOPPER for tokens in (4096, 8192, 16384, 32768)},
+    **{f"sm90/half/d64/t{tokens}": Tile(64, 64, 4, 3) for tokens in (4096, 8192, 16384, 32768)},
 }
 CANDIDATES = [
     Tile(128, 64, 8, 3),
@@ -40,7 +46,6 @@ CANDIDATES = [
     Tile(64, 64, 4, 3),
     Tile(64, 32, 4, 3),
 ]
-HOPPER_CANDIDATES = [Tile(128, 64, 4, 3, kernel="gluon"), Tile(128, 64, 4, 2, kernel="gluon"), *CANDIDATES]
 FLOAT32_CANDIDATES = [Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 16, 4, 2)]
 INTERPRETED = Tile(32, 16, 4, 1)
 AHEAD = 256  # values behind the last token that a kernel may read ahead, and never uses
@@ -62,8 +67,15 @@ def cache_file() -> Path:
 def _key(q_THD: torch.Tensor, longest: int, *, special: bool, hopper: bool) -> str:
     bucket = 1024 if longest <= 1024 else 1 << (longest - 1).bit_length()
     arch = "sm{}{}".format(*torch.cuda.get_device_capability(q_THD.device))
-    name = f"{arch}/{str(q_THD.dtype)[6:]}/d{q_THD.shape[-1]}/t{min(bucket, 32768)}"
+    dtype = "float32" if q_THD.dtype == torch.float32 else "half"
+    name = f"{arch}/{dtype}/d{q_THD.shape[-1]}/t{min(bucket, 32768)}"
     return name + ("/window_or_softcap" if special else "") + ("/gluon" if hopper else "")
+
+
+def _send(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy on the device that the host does not wait for: a plain copy would first let the GPU run dry."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class LayerSums:
@@ -83,17 +95,17 @@ class LayerSums:
     def _on_device(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """log2 of the query weights [T], qmin [T], step bounds [S, 2], divisors [S].
 
-        Sent by the first layer, not before: while the host prepares them, the GPU runs the layer's attention.
+        Sent by the first layer, not before: while the host prepares them, the GPU runs that layer's attention.
         """
         bounds = self.plan.step_S.copy()
         bounds[~self.plan.live_S, 1] = bounds[~self.plan.live_S, 0]  # no later step: scores 0
         arrays = (self.plan.weight_T, self.plan.qmin_T, bounds, self.plan.divisor_S)
-        weight_T, qmin_T, step_S, divisor_S = (torch.from_numpy(array).to(self.device) for array in arrays)
+        weight_T, qmin_T, step_S, divisor_S = (_send(array, self.device) for array in arrays)
         return torch.log2(weight_T), qmin_T, step_S, divisor_S  # log2 is -inf outside steps: those never count
 
     def table(self, size: int, window: int | None) -> torch.Tensor:
         if (size, window) not in self._tables:
-            self._tables[size, window] = torch.from_numpy(key_blocks(self.plan, size, window)).to(self.device)
+            self._tables[size, window] = _send(key_blocks(self.plan, size, window), self.device)
         return self._tables[size, window]
 
     def __call__(
@@ -224,8 +236,8 @@ class LayerSums:
         self, key: str, q_THD: torch.Tensor, k_TKD: torch.Tensor, lse_HT: torch.Tensor, shape: dict[str, Any]
     ) -> Tile:
         """The fastest candidate on these tensors, written to the cache file."""
-        candidates = HOPPER_CANDIDATES if key.endswith("/gluon") else CANDIDATES
-        candidates = FLOAT32_CANDIDATES if q_THD.dtype == torch.float32 else candidates
+        candidates = FLOAT32_CANDIDATES if q_THD.dtype == torch.float32 else CANDIDATES
+        candidates = [HOPPER, *candidates] if key.endswith("/gluon") else candidates
         times: dict[Tile, float] = {}
         for tile in candidates:
             try:

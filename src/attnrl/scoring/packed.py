@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import functional as F
@@ -296,19 +297,28 @@ def _configs(model: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def check_model(model: torch.nn.Module) -> None:
-    """Raise where a pack would not give each sequence the model's own attention."""
+# A walk over all modules takes as long as a layer of the forward: once per model, not per pack.
+_CHECKED: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
+
+
+def check_model(model: torch.nn.Module) -> list[Any]:
+    """The model's config objects; raises where a pack would not give each sequence the model's own attention."""
+    if model in _CHECKED:
+        return _CHECKED[model]
     for module in model.modules():
         if getattr(module, "_supports_attention_backend", None) is False:
             raise ConfigError(
                 f"{type(module).__name__} does not use transformers' attention interface, so it cannot be packed"
             )
-    for config in _configs(model):
+    configs = _configs(model)
+    for config in configs:
         odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if odd:
             raise ConfigError(
                 f"{type(config).__name__} has layers of type {', '.join(sorted(odd))}: packed sequences would mix there"
             )
+    _CHECKED[model] = configs
+    return configs
 
 
 @contextmanager
@@ -322,10 +332,9 @@ def packed_attention(
     """
     if not lengths or min(lengths) < 1:
         raise ConfigError(f"every packed sequence needs at least one token; got lengths {list(lengths)[:8]}")
-    check_model(model)
+    configs = check_model(model)
     AttentionInterface.register(IMPLEMENTATION, _interface)
     pack = Pack(tuple(int(n) for n in lengths), collector)
-    configs = _configs(model)
     before = [config._attn_implementation for config in configs]
     with _LOCK:
         outer = {id(config): _ACTIVE.get(id(config)) for config in configs}
