@@ -287,29 +287,28 @@ def _check_call(
         raise ConfigError(f"{name} hides its sliding window in the mask, which packed attention does not build")
 
 
-def _configs(model: torch.nn.Module) -> list[Any]:
-    """Every config object that a module of the model reads, parents before children."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
-            found.setdefault(id(config), config)
-    return list(found.values())
-
-
 # A walk over all modules takes as long as a layer of the forward: once per model, not per pack.
-_CHECKED: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
+_CONFIGS: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
+
+
+def _configs(model: torch.nn.Module) -> list[Any]:
+    """Every config object that a module of the model reads, parents before children; raises where one is unfit."""
+    if model not in _CONFIGS:
+        found: dict[int, Any] = {}
+        for module in model.modules():
+            if getattr(module, "_supports_attention_backend", None) is False:
+                raise ConfigError(
+                    f"{type(module).__name__} does not use transformers' attention interface, so it cannot be packed"
+                )
+            config = getattr(module, "config", None)
+            if config is not None and hasattr(config, "_attn_implementation"):
+                found.setdefault(id(config), config)
+        _CONFIGS[model] = list(found.values())
+    return _CONFIGS[model]
 
 
 def check_model(model: torch.nn.Module) -> list[Any]:
     """The model's config objects; raises where a pack would not give each sequence the model's own attention."""
-    if model in _CHECKED:
-        return _CHECKED[model]
-    for module in model.modules():
-        if getattr(module, "_supports_attention_backend", None) is False:
-            raise ConfigError(
-                f"{type(module).__name__} does not use transformers' attention interface, so it cannot be packed"
-            )
     configs = _configs(model)
     for config in configs:
         odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -317,7 +316,6 @@ def check_model(model: torch.nn.Module) -> list[Any]:
             raise ConfigError(
                 f"{type(config).__name__} has layers of type {', '.join(sorted(odd))}: packed sequences would mix there"
             )
-    _CHECKED[model] = configs
     return configs
 
 
