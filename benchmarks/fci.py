@@ -369,7 +369,7 @@ def build(name: str) -> torch.nn.Module:
 
 
 def one_model(net: torch.nn.Module, length: int) -> dict[str, Any]:
-    """Scoring one response of this length with and without FCI, runs alternating."""
+    """Scoring one response of this length with and without FCI, runs alternating; more of them where they are short."""
     from attnrl.scoring.scorer import ScoreReport, score
     from attnrl.types import ScoreRequest, Step, as_ids
 
@@ -383,7 +383,8 @@ def one_model(net: torch.nn.Module, length: int) -> dict[str, Any]:
     }
     times: dict[str, list[float]] = {way: [] for way in ways}
     row: dict[str, Any] = {}
-    for turn in range(2 + 10):
+    runs = 30 if length <= 8192 else 10
+    for turn in range(2 + runs):
         for way, options in ways.items():
             torch.cuda.synchronize()
             report = ScoreReport()
@@ -434,7 +435,7 @@ def profile(call: Callable[[], Any]) -> list[dict[str, Any]]:
 def branch(record: dict[str, Any], responses: int = 1000) -> None:
     """Branch points from the kernel on bfloat16 inputs against those of the dense float32 oracle."""
     from attnrl.algo.branching import fci as branch_rule
-    from attnrl.scoring.fci_launch import LayerSums
+    from attnrl.scoring.fci_launch import HOPPER, LayerSums
     from attnrl.types import Prompt, Rollout, Scores, Step, Trunk, Verdict, as_floats, as_ids
 
     def points(values: np.ndarray, spans: list[tuple[int, int]], prompt_tokens: int, length: int) -> tuple[int, ...]:
@@ -453,7 +454,8 @@ def branch(record: dict[str, Any], responses: int = 1000) -> None:
         prompts = [int(n) for n in rng.integers(20, 120, len(lengths))]
         spans = [spans_of(n, index + i, p) for i, (n, p) in enumerate(zip(lengths, prompts, strict=True))]
         plan = make_plan(lengths, spans)
-        sums = LayerSums(plan, torch.device("cuda"))
+        tile = HOPPER if index >= responses // 2 else None  # both kernels, half of the responses each
+        sums = LayerSums(plan, torch.device("cuda"), tile=tile)
         oracle = torch.zeros(len(plan.step_S), device="cuda")
         for turn in range(layers_each):
             q, k, v, _ = layer(shape, sum(lengths), index * 10 + turn)

@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attnrl.scoring.fci_triton import Tile
+
 HEAD = 128  # with 64 the exponentials take longer than the products, and the schedule gains nothing
 WARPS = 4
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed in 3.9
@@ -169,11 +171,11 @@ def launch(
     *,
     scale2: float,
     window: int | None,
-    keys: int,
-    queries: int,
-    stages: int,
+    softcap: float | None,
+    tile: Tile,
 ) -> None:
-    """Column sums of one layer into `sums_HP`; `bias_HP` must reach two turns beyond the last token."""
+    """Column sums of one layer into `sums_HP`; rows of `bias_HP` must go on for two turns after the last token."""
+    assert softcap is None, "see `fits`"
     total, heads, head = q_THD.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     step, across = q_THD.stride(0), q_THD.stride(1)
@@ -181,7 +183,7 @@ def launch(
     beside = across < step
     shape = [total, (heads - 1) * across + head] if beside else [(heads - 1) * (across // step) + total, head]
     _column_sums[(heads, len(table))](
-        TensorDescriptor(q_THD, shape, [step, 1], [queries, head], layout),
+        TensorDescriptor(q_THD, shape, [step, 1], [tile.queries, head], layout),
         k_TKD,
         bias_HP,
         qmin_T,
@@ -195,8 +197,8 @@ def launch(
         k_TKD.stride(0),
         k_TKD.stride(1),
         G=heads // k_TKD.shape[1],
-        N=keys // 2,
-        STAGES=stages,
+        N=tile.keys // 2,
+        STAGES=tile.stages,
         WINDOW=window is not None,
         num_warps=WARPS,
     )
