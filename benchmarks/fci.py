@@ -1,6 +1,6 @@
 """What FCI costs: against plain attention, the dense way, and a scoring forward without it.
 
-    python benchmarks/fci.py --out fci.json                      # everything, on one CUDA GPU, about 4 minutes
+    python benchmarks/fci.py --out fci.json                      # everything, on one CUDA GPU, about 2 minutes
     python benchmarks/fci.py --out fci.json --sections model     # one part; others in the file stay
     python benchmarks/fci.py --out fci.json --table              # Markdown from the JSON, no GPU needed
 

@@ -40,10 +40,10 @@ def _fetch(queries, ring, arrived, turn, turns, row, column, STAGES: gl.constexp
 
 
 @gluon.jit
-def _add(total, s, bias, query, key, qmin, scale2, window, HEAD: gl.constexpr, WINDOW: gl.constexpr):
+def _add(total, s, bias, query, key, qmin, scale2, window, EARLY: gl.constexpr, WINDOW: gl.constexpr):
     """total + w_q * P[q, t] summed over the queries that a thread holds: [keys, 8], no exchange between threads."""
     p = gl.exp2(s * scale2 + bias[None, :])
-    if HEAD:
+    if EARLY:
         p = gl.where(query[None, :] >= qmin[:, None], p, 0.0)
     if WINDOW:
         p = gl.where(query[None, :] - key[:, None] < window, p, 0.0)

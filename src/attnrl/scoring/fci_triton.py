@@ -36,6 +36,17 @@ class Tile:
 
 
 @triton.jit
+def _log2_scores(s, scale2, softcap, SOFTCAP: tl.constexpr):
+    """Products as the model's softmax sees them, times log2(e), which scale2 already holds."""
+    if SOFTCAP:
+        # tanh(z) = 1 - 2 / (exp(2 z) + 1)
+        e = tl.exp2(s * (2.0 * scale2 / softcap))
+        return (1.0 - 2.0 / (e + 1.0)) * (softcap * 1.4426950408889634)
+    else:
+        return s * scale2
+
+
+@triton.jit
 def _probabilities(
     k,
     Q,
@@ -74,13 +85,7 @@ def _probabilities(
     if UPCAST:
         q = q.to(tl.float32)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    if SOFTCAP:
-        # tanh(z) = 1 - 2 / (exp(2 z) + 1); scale2 already holds scale * log2(e)
-        e = tl.exp2(s * (2.0 * scale2 / softcap))
-        s = (1.0 - 2.0 / (e + 1.0)) * (softcap * 1.4426950408889634)
-        return tl.exp2(s + bias[None, :])
-    else:
-        return tl.exp2(s * scale2 + bias[None, :])
+    return tl.exp2(_log2_scores(s, scale2, softcap, SOFTCAP) + bias[None, :])
 
 
 @triton.jit
@@ -269,11 +274,7 @@ def _row_lse(
         if UPCAST:
             k = k.to(tl.float32)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if SOFTCAP:
-            e = tl.exp2(s * (2.0 * scale2 / softcap))
-            s = (1.0 - 2.0 / (e + 1.0)) * (softcap * 1.4426950408889634)
-        else:
-            s = s * scale2
+        s = _log2_scores(s, scale2, softcap, SOFTCAP)
         seen = offs_n[None, :] <= offs_m[:, None]
         if WINDOW:
             seen = seen & (offs_m[:, None] - offs_n[None, :] < window)
