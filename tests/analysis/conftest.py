@@ -109,7 +109,7 @@ def evaluation(accuracy: float) -> dict[str, float]:
         "eval/tasks/pass@1": accuracy,
         "eval/tasks/pass@1_low": accuracy - 0.04,
         "eval/tasks/pass@1_high": accuracy + 0.05,
-        "eval/tasks/length": 90.0 + 20 * accuracy,
+        "eval/tasks/length": 100.0 + 5 * accuracy,
         "eval/tasks/truncated_share": 0.01,
     }
 

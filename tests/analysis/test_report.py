@@ -230,19 +230,34 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in BROWSERS if (found := shutil.which(name))), None)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
-def test_the_page_draws_itself_in_a_browser(tmp_path: Path, make_run: Callable[..., Path], runs: list[Path]) -> None:
-    hostile = hostile_run(tmp_path / "hostile", make_run)
-    page = write_report([*runs, hostile], tmp_path / "report.html")
+def drawn_in_a_browser(page: Path) -> str:
+    """The main element after the scripts ran; fails where they complain."""
+    if CHROMIUM is None:
+        pytest.skip("needs chromium on the PATH")
     flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
-    command = [str(CHROMIUM), *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr"]
+    command = [CHROMIUM, *flags.split(), f"--user-data-dir={page.parent / 'profile'}", "--enable-logging=stderr"]
     command += ["--window-size=1200,900", "--virtual-time-budget=3000", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "CONSOLE" not in done.stderr
-    drawn = done.stdout.partition("<main")[2].partition("</main>")[0]
+    return done.stdout.partition("<main")[2].partition("</main>")[0]
+
+
+def test_the_page_draws_itself_in_a_browser(tmp_path: Path, make_run: Callable[..., Path], runs: list[Path]) -> None:
+    hostile = hostile_run(tmp_path / "hostile", make_run)
+    drawn = drawn_in_a_browser(write_report([*runs, hostile], tmp_path / "report.html"))
     assert drawn.count("<figure") >= 30
     assert drawn.count("<path") > 100
     assert "25.0 % →" in drawn
     assert "V(root)" in drawn
     assert "<img" not in drawn
     assert "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;" in drawn
+
+
+def test_no_two_ticks_of_an_axis_read_the_same(tmp_path: Path, runs: list[Path]) -> None:
+    drawn = drawn_in_a_browser(write_report(runs[:1], tmp_path / "report.html"))
+    figures = re.findall(r"<figure.*?</figure>", drawn, flags=re.DOTALL)
+    lengths = next(figure for figure in figures if "tasks: response length" in figure)
+    for figure in figures:
+        ticks = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="end">([^<]+)</text>', figure)
+        assert len(ticks) == len(set(ticks)), ticks
+    assert re.findall(r'text-anchor="end">([^<]+)</text>', lengths)[:4] == ["100", "101", "102", "103"]

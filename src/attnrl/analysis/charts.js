@@ -26,9 +26,10 @@ function digits(value, n) {
   const text = Math.abs(value) >= 1000 ? value.toFixed(0) : value.toPrecision(n);
   return (Number(text) === 0 ? "0" : String(Number(text))).replace("-", "−");
 }
+const UNITS = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]];
 function compact(value) {
   const size = Math.abs(value);
-  for (const [unit, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]])
+  for (const [unit, letter] of UNITS)
     if (size >= unit * 0.9995) return `${digits(value / unit, 3)}${letter}`;
   return digits(value, 3);
 }
@@ -61,15 +62,19 @@ function ticks(low, high, n, unit) {
     const power = 10 ** Math.floor(Math.log10(raw));
     step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= raw * 0.999);
   }
-  if ((unit === "count" || unit === "iteration") && step < 1) step = 1;
+  if (["count", "iteration", "tokens"].includes(unit) && step < 1) step = 1;
   const found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
   return { at: found, step };
 }
+/** A label with as many decimals as its step needs: neighbours never read the same. */
 function tickLabel(value, step, unit) {
-  if (unit === "share") return `${(100 * value).toFixed(step < 0.00999 ? (step < 0.000999 ? 2 : 1) : 0)}%`;
   if (unit === "seconds") return duration(value);
-  return Math.abs(value) < 1e-12 ? "0" : compact(value);
+  if (Math.abs(value) < step / 2) return unit === "share" ? "0%" : "0";
+  const [scale, letter] = unit === "share" ? [0.01, "%"] : UNITS.find(([size]) => Math.abs(value) >= size * 0.9995) || [1, ""];
+  let places = 0;
+  while (places < 12 && Math.abs((step / scale) * 10 ** places - Math.round((step / scale) * 10 ** places)) > 1e-6) places++;
+  return `${(value / scale).toFixed(places)}${letter}`.replace("-", "−");
 }
 
 /** Exponential moving average without the bias of its start; gaps stay gaps. */
@@ -93,6 +98,8 @@ function extent(lists) {
 function range(found, unit) {
   let [low, high] = found;
   if (low === high) { const by = Math.abs(low) * 0.2 || (unit === "share" ? 0.05 : 1); low -= by; high += by; }
+  const few = unit === "tokens" || unit === "count" ? Math.max(4 - (high - low), 0) / 2 : 0; // room for whole numbers
+  [low, high] = [low - few, high + few];
   const air = (high - low) * 0.08;
   const zero = found[0] >= 0 && low - air < 0.4 * high;
   low = zero ? 0 : low - air;

@@ -32,7 +32,7 @@ def _solved(kind: str, of: str) -> tuple[Figure, ...]:
     return (
         Figure(f"{kind}/solve_all", f"{of}: solve-all", "prompts with every response right", "share"),
         Figure(f"{kind}/solve_none", f"{of}: solve-none", "prompts with every response wrong", "share"),
-        Figure(f"{kind}/valid", f"{of}: valid", "prompts with right and wrong responses: these teach", "share"),
+        Figure(f"{kind}/valid", f"{of}: valid", "some right, some wrong: these prompts teach", "share"),
     )
 
 
