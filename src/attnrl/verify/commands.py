@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from attnrl.verify.suffixes import exponent
 from attnrl.verify.tokens import INFINITE, NAMES, ParseError, Token, words
 from attnrl.verify.tree import Node, number
 
@@ -41,7 +42,7 @@ def function(parser: Parser, name: str) -> Node:
         if sign == "_":
             base = parser.primary()
         else:
-            power = parser.exponent()
+            power = exponent(parser)
     if power is not None and power.value == -1 and name in INVERSE:
         name, power = INVERSE[name], None
     node = Node("fn", (_argument(parser),), ALIASES.get(name, name))

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-from itertools import pairwise
-from typing import cast
-
 from attnrl.verify import realset
-from attnrl.verify.number import UndefinedError, equal_at, evaluate, exact, sample_points, symbols, whole_points
-from attnrl.verify.tree import Node, negative
+from attnrl.verify.number import UndefinedError, evaluate, exact, sample_points, symbols
+from attnrl.verify.relations import assigned, closing_value, evaluated, is_name
+from attnrl.verify.tree import SCALARS, Node, negative
+from attnrl.verify.values import infinite, same_value
 
-LONG_DECIMAL = 10  # significant digits from which a decimal stands for the exact value it rounds
 MAX_ITEMS = 40  # of an unordered list that is matched item by item
 INEQUALITIES = frozenset(("<", ">", "<=", ">=", "!="))
-STEPS = frozenset(("floor", "ceil", "mod", "factorial", "binomial"))
-SCALARS = frozenset(("num", "sym", "const", "add", "mul", "div", "pow", "root", "fn", "ufn", "deg"))
 
 
 def same(gold: Node, answer: Node) -> bool | None:
@@ -40,7 +35,7 @@ def same(gold: Node, answer: Node) -> bool | None:
 
 def _unwrap_membership(node: Node) -> Node:
     """x in S is S."""
-    if node.kind == "rel" and node.value == ("in",) and _is_name(node.args[0]):
+    if node.kind == "rel" and node.value == ("in",) and is_name(node.args[0]):
         return node.args[1]
     return node
 
@@ -93,7 +88,7 @@ def _items(node: Node) -> list[Node]:
     """The elements an unordered answer lists; plus-minus gives two."""
     if node.kind in ("list", "set"):
         return [item for arg in node.args for item in ([arg] if arg.kind == "set" else _items(arg))]
-    if node.kind == "rel" and len(node.args) == 2 and node.args[1].kind in ("set", "list") and _is_name(node.args[0]):
+    if node.kind == "rel" and len(node.args) == 2 and node.args[1].kind in ("set", "list") and is_name(node.args[0]):
         return _items(node.args[1])
     return [_with_sign(node, True), _with_sign(node, False)] if _has_sign(node) else [node]
 
@@ -129,7 +124,7 @@ def _order(node: Node) -> tuple[float, str]:
 
 
 def _assignments(node: Node) -> bool:
-    sides = [_assigned(arg) for arg in node.args]
+    sides = [assigned(arg) for arg in node.args]
     names = [repr(side[0]) for side in sides if side]
     return len(set(names)) == len(node.args)
 
@@ -148,80 +143,17 @@ def _all_same(gold: tuple[Node, ...], answer: tuple[Node, ...]) -> bool | None:
 # relations
 
 
-def _is_name(node: Node) -> bool:
-    """Whether a left side only names what follows: x, f(x), AB, \\frac{NO}{BO}, (p, q, r), some words."""
-    if node.kind in ("sym", "text", "const"):
-        return True
-    if node.kind in ("mul", "div", "group", "ufn", "deg") or (node.kind == "fn" and node.value == "abs"):
-        return all(_is_name(arg) for arg in node.args)
-    return False
-
-
-def _assigned(node: Node) -> tuple[Node, Node] | None:
-    """(name, value) of `name = ... = value`; None where the relation assigns nothing."""
-    if node.kind != "rel" or any(sign not in ("=", "~") for sign in node.value):  # type: ignore[attr-defined]
-        return None
-    first, last = node.args[0], node.args[-1]
-    if _is_name(first):
-        return first, last
-    return (last, first) if last.kind == "sym" and len(node.args) == 2 else None
-
-
-def _closing_value(node: Node) -> list[Node]:
-    """The values a relation may stand for where the gold is a plain value; none where it is an unsolved equation."""
-    signs: tuple[str, ...] = node.value  # type: ignore[assignment]
-    if any(sign not in ("=", "~") for sign in signs) or _contradicts(node):
-        return []
-    assigned = _assigned(node)
-    if assigned:
-        return [assigned[1]] if signs[-1] == "=" or len(node.args) == 2 else list(node.args[-2:])
-    first, last = node.args[0], node.args[-1]
-    if signs == ("~",):
-        return [first, last]
-    if not symbols(first):
-        return [last]
-    mixed = first.kind == "add" and any(not symbols(arg) for arg in first.args)
-    zero = last.kind == "num" and last.value == 0
-    return [] if mixed or zero or symbols(last) else [last]
-
-
-def _evaluated(node: Node) -> Node:
-    """2 * 3 = 6 is 6: an equation of plain numbers states its last one."""
-    if node.kind == "rel" and set(cast(tuple[str, ...], node.value)) == {"="} and not symbols(node):
-        return node if _contradicts(node) else node.args[-1]
-    return node
-
-
-def _contradicts(node: Node) -> bool:
-    """Whether an equation sets different numbers equal: 43 = 42. Rounding, and 0.5 = 50%, are no contradiction."""
-    if "~" in cast(tuple[str, ...], node.value):
-        return False
-    try:
-        values = [exact(arg) if arg.kind in SCALARS else None for arg in node.args]
-    except UndefinedError:
-        return True  # 1/0 = 42
-    sides = [(arg, value) for arg, value in zip(node.args, values, strict=True) if value is not None]
-    for (one, a), (other, b) in pairwise(sides):
-        places = [
-            cast(tuple[int, int], side.args[0].value)[1] for side in (one, other) if side.kind == "num" and side.args
-        ]
-        slack = Fraction(10) ** -min(places) if places else Fraction(0)
-        if abs(a - b) > slack and a != 100 * b and b != 100 * a:
-            return True
-    return False
-
-
 def _same_relation(gold: Node, answer: Node) -> bool | None:
-    gold, answer = _evaluated(gold), _evaluated(answer)
+    gold, answer = evaluated(gold), evaluated(answer)
     if gold.kind != "rel" and answer.kind != "rel":
         return same(gold, answer)
     if gold.kind != "rel":
-        verdicts = [same(gold, value) for value in _closing_value(answer)]
+        verdicts = [same(gold, value) for value in closing_value(answer)]
         return True if True in verdicts else (None if None in verdicts else False)
     if answer.kind != "rel":
-        assigned = _assigned(gold)
-        return same(assigned[1], answer) if assigned else False
-    left, right = _assigned(gold), _assigned(answer)
+        statement = assigned(gold)
+        return same(statement[1], answer) if statement else False
+    left, right = assigned(gold), assigned(answer)
     if left and right:
         if _same_name(left[0], right[0], left[1]):
             verdict = same(left[1], right[1])
@@ -320,8 +252,8 @@ def _same_structure(gold: Node, answer: Node) -> bool | None:
         return _same_matrix(gold, answer)
     if kinds == {"group"}:
         return False if gold.value != answer.value else _all_same(gold.args, answer.args)
-    if "inf" in kinds or any(_infinite(node) is not None for node in (gold, answer)):
-        return _infinite(gold) == _infinite(answer)
+    if "inf" in kinds or any(infinite(node) is not None for node in (gold, answer)):
+        return infinite(gold) == infinite(answer)
     if kinds == {"ratio"}:
         return _same_ratio(gold, answer)
     if len(kinds) == 1 and kinds & {"base", "text", "field", "empty", "dots"}:
@@ -329,14 +261,6 @@ def _same_structure(gold: Node, answer: Node) -> bool | None:
     if kinds == {"setop"}:
         return True if gold == answer else None
     return False
-
-
-def _infinite(node: Node) -> int | None:
-    if node.kind == "inf":
-        return 1
-    if node.kind == "mul" and len(node.args) == 2 and node.args[1].kind == "inf" and node.args[0].kind == "num":
-        return 1 if node.args[0].value > 0 else -1  # type: ignore[operator]
-    return None
 
 
 def _same_ratio(gold: Node, answer: Node) -> bool | None:
@@ -348,71 +272,3 @@ def _same_ratio(gold: Node, answer: Node) -> bool | None:
     pairs = list(zip(gold.args, answer.args, strict=True))
     crosses = [same_value(Node("mul", (pairs[0][0], b)), Node("mul", (pairs[0][1], a))) for a, b in pairs[1:]]
     return False if False in crosses else (None if None in crosses else True)
-
-
-# values
-
-
-def same_value(gold: Node, answer: Node) -> bool | None:
-    """Equal as rationals; as long decimals of an exact value; or at all sample points where both have values."""
-    if gold == answer:
-        return True
-    left, right = _infinite(gold), _infinite(answer)
-    if left or right:
-        return left == right
-    try:
-        a, b = exact(gold), exact(answer)
-    except UndefinedError:
-        return False
-    if a is not None and b is not None:
-        return a == b or _long_decimal(gold, answer) or _long_decimal(answer, gold)
-    names = symbols(gold) | symbols(answer)
-    seen = 0
-    points = sample_points(names)
-    if names and (_steps(gold) or _steps(answer)):
-        points += whole_points(names)
-    for number, point in enumerate(points):
-        try:
-            equal, real = equal_at(gold, answer, point)
-        except UndefinedError:
-            continue
-        if not equal and (number < 2 or real):
-            return _long_decimal(gold, answer) or _long_decimal(answer, gold) if not names else False
-        seen += number < 2
-    if seen:
-        return True
-    return None if _plain(gold) and _plain(answer) else False
-
-
-def _steps(node: Node) -> bool:
-    """Whether a function of whole numbers stands in the tree: there, other points say too little."""
-    return (node.kind == "fn" and node.value in STEPS) or any(map(_steps, node.args))
-
-
-def _plain(node: Node) -> bool:
-    """Whether a tree is arithmetic throughout, with no list, bracket or text inside."""
-    return node.kind in SCALARS | {"digits"} and all(map(_plain, node.args))
-
-
-def _long_decimal(decimal: Node, other: Node) -> bool:
-    """Whether a decimal of at least LONG_DECIMAL significant digits is the other value, rounded or cut off.
-
-    Only where the other value has no finite decimal of its own.
-    """
-    if not decimal.args or decimal.kind != "num":
-        return False
-    significant, places = cast(tuple[int, int], decimal.args[0].value)
-    value = exact(other)
-    if significant < LONG_DECIMAL or (value is not None and _terminates(value)):
-        return False
-    error = abs(evaluate(other, {}) - evaluate(decimal, {}))
-    return bool(error < evaluate(Node("num", value=Fraction(10) ** -places), {}))
-
-
-def _terminates(value: Fraction) -> bool:
-    """Whether a rational has a finite decimal expansion."""
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 from attnrl.verify.commands import BARS, CLOSING, OPENING, command, function
 from attnrl.verify.literals import literal
+from attnrl.verify.suffixes import postfix, unit_tail
 from attnrl.verify.tokens import LimitError, ParseError, Token, tokenize
 from attnrl.verify.tree import Node, negative
 
@@ -175,7 +174,7 @@ class Parser:
                 if modulus != "pmod":
                     factors = [Node("fn", (Node("mul", tuple(factors)), right), "mod")]
             elif self.peek().kind == "unit":
-                self.unit_tail()
+                unit_tail(self)
                 break
             elif self.starts_factor():
                 factors.append(self.factor())
@@ -190,23 +189,6 @@ class Parser:
         while first.kind == "sym" and self.peek().kind == "sym" and not self.peek().space:
             parts.append(self.factor())
         return first if len(parts) == 1 else Node("mul", tuple(parts))
-
-    def unit_tail(self) -> None:
-        """Skips units such as square feet, cm^2, m/s: they are no part of the value."""
-        while True:
-            token = self.peek()
-            joins = self.is_op("/", "*", "-") or self.is_cmd("cdot", "times")
-            if token.kind == "unit":
-                self.at += 1
-            elif self.is_op("^"):
-                self.at += 1
-                self.exponent()
-            elif joins and self.peek(1).kind in ("unit", "word", "sym"):
-                self.at += 2
-            else:
-                break
-        if self.starts_factor():
-            raise ParseError("text between values", prose=True)
 
     def starts_factor(self) -> bool:
         token = self.peek()
@@ -243,89 +225,9 @@ class Parser:
             node = self.factor()
             node = negative(node) if sign == "-" else node
         else:
-            node = self.postfix(self.primary())
+            node = postfix(self, self.primary())
         self.depth -= 1
         return node
-
-    def postfix(self, node: Node) -> Node:
-        while True:
-            if self.is_op("^"):
-                self.at += 1
-                if self.is_cmd("circ") or (self.is_op("{") and self.peek(1).value == "circ"):
-                    self.at += 1 if self.is_cmd("circ") else 3
-                    node = Node("deg", (node,))
-                elif (
-                    self.is_op("'")
-                    or self.is_cmd("prime")
-                    or (self.is_op("{") and self.peek(1).value in ("prime", "'"))
-                ):
-                    braces = self.is_op("{")
-                    self.at += braces
-                    while self.is_op("'") or self.is_cmd("prime"):
-                        self.at += 1
-                    self.at += braces
-                    node = self.primed(node)
-                else:
-                    node = Node("pow", (node, self.exponent()))
-            elif self.is_op("!"):
-                self.at += 1
-                node = Node("fn", (node,), "factorial")
-            elif self.is_op("'"):
-                self.at += 1
-                node = self.primed(node)
-            elif self.is_op("_"):
-                self.at += 1
-                node = self.subscript(node)
-            elif self.is_cmd("circ"):
-                self.at += 1
-                node = Node("deg", (node,))
-            else:
-                return node
-
-    def primed(self, node: Node) -> Node:
-        """f' is a name of its own; 15' is fifteen minutes of arc, and units do not count."""
-        if node.kind == "num":
-            return node
-        return Node("sym", value=f"{self.raw_name(node)}'")
-
-    def raw_name(self, node: Node) -> str:
-        if node.kind in ("sym", "const"):
-            return str(node.value)
-        raise ParseError("a prime on no name")
-
-    def exponent(self) -> Node:
-        self.deeper()
-        if self.is_op("-", "+"):
-            sign = self.sign()
-            inner = self.exponent()
-            node = negative(inner) if sign == "-" else inner
-        else:
-            node = self.primary()
-            if self.is_op("^"):
-                self.at += 1
-                node = Node("pow", (node, self.exponent()))
-        self.depth -= 1
-        return node
-
-    def subscript(self, node: Node) -> Node:
-        """A named variable such as a_1, or a number in a base such as 102_3."""
-        start = self.at
-        if self.is_op("{"):
-            self.take()
-            level = 1
-            while level and self.peek().kind != "end":
-                token = self.take()
-                level += (token.value == "{") - (token.value == "}")
-        else:
-            self.take()
-        name = "".join(token.value for token in self.tokens[start : self.at]).strip("{}()")
-        if node.kind in ("sym", "const"):
-            return Node("sym", value=f"{node.value}_{name}")
-        if node.kind == "num" and isinstance(node.value, Fraction) and name.isdigit() and not node.args:
-            return Node("base", value=(str(node.value), int(name[:6])))
-        if node.kind in ("group", "paren", "ufn"):
-            raise ParseError("subscript on a bracket")
-        raise ParseError("subscript on no name")
 
     # smallest parts
 

@@ -19,6 +19,9 @@ class Node:
     value: object = None
 
 
+SCALARS = frozenset(
+    ("num", "sym", "const", "add", "mul", "div", "pow", "root", "fn", "ufn", "deg")
+)  # kinds with a value
 MINUS_ONE = Node("num", value=Fraction(-1))
 
 
