@@ -17,7 +17,7 @@ import pytest
 
 from attnrl.errors import ConfigError, DataError
 from attnrl.evaluation import Response, compare, evaluate
-from attnrl.evaluation.sampling import request_seed
+from attnrl.evaluation.sampling import all_jobs, request_seed
 from attnrl.types import Prompt, Rollout, Sampling, Verdict, as_floats, as_ids
 
 HERE = Path(__file__).parent
@@ -235,3 +235,9 @@ def test_comparison_pairs_by_content_not_by_place(tmp_path) -> None:
         compare(tmp_path / "a", tmp_path / "c")
     with pytest.raises(DataError, match=r"no problems\.parquet there"):
         compare(tmp_path / "a", tmp_path / "nowhere")
+
+
+def test_jobs_stand_in_the_order_of_the_report() -> None:
+    a, b = (Prompt(uid, as_ids([1]), ("1",)) for uid in "ab")
+    jobs = all_jobs({"x": [a, b], "y": [b]}, {"x": 2, "y": 1})
+    assert jobs == [("x", 0, 0, a), ("x", 0, 1, a), ("x", 1, 0, b), ("x", 1, 1, b), ("y", 0, 0, b)]

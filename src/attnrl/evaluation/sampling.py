@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +50,11 @@ def evaluate(
     check_samples(counts, ks)
     if max_tokens < 1:
         raise ConfigError(f"max_tokens = {max_tokens}: must be at least 1")
-    if empty := [name for name, rows in prompts.items() if not rows]:
-        raise ConfigError(f"benchmark {empty[0]} has no problems")
-    jobs = [
-        (name, row, sample, prompt)
-        for name, rows in prompts.items()
-        for row, prompt in enumerate(rows)
-        for sample in range(counts[name])
-    ]
+    jobs = all_jobs(prompts, counts)
     asked = {
         **(settings or {}),
         "samples": counts,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        **asdict(sampling),
         "max_tokens": max_tokens,
         "seed": seed,
         "grade_truncated": grade_truncated,
@@ -80,6 +72,18 @@ def evaluate(
     if out_dir is not None:
         report.save(out_dir)
     return report
+
+
+def all_jobs(prompts: Mapping[str, Sequence[Prompt]], samples: Mapping[str, int]) -> list[Job]:
+    """Every response to draw, in the order of the report; raises where a benchmark has no problems."""
+    if empty := [name for name, rows in prompts.items() if not rows]:
+        raise ConfigError(f"benchmark {empty[0]} has no problems")
+    return [
+        (name, row, sample, prompt)
+        for name, rows in prompts.items()
+        for row, prompt in enumerate(rows)
+        for sample in range(samples[name])
+    ]
 
 
 def _draw_all(
