@@ -28,6 +28,7 @@ _SUPER_RUN = re.compile(f"[{''.join(_SUPER)}]+")
 _SUB_RUN = re.compile(f"[{''.join(_SUB)}]+")
 _VULGAR_RUN = re.compile(f"[{_VULGAR}]")
 
+_NO_DELIMITER = re.compile(r"\\(?:left|right)\s*\.")
 _LAYOUT = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|bigg?[lrm]?|Bigg?[lrm]?|left|right|mleft|mright|middle|boldsymbol"
     r"|hfill|newline|noindent|allowbreak|nonumber|protect|mathstrut)(?![a-zA-Z])"
@@ -47,6 +48,12 @@ _PERCENT = re.compile(r"\\?%|\\text\s*\{\s*(?:percent|percentage|pct)\s*\}|\b(?:
 _MONEY = re.compile(r"\\\$|\\(?:euro|pounds|yen|texteuro|textdollar)(?![a-zA-Z])")
 _LETTER_TIMES = re.compile(r"(?<=\d) ?x ?(?=10 ?\^)")  # 3x10^8
 _SPEED = re.compile(r"(?<=\d) ?(?:[kcm]?m|ft|mi)/(?:s|h|hr|min|sec)(?:\^\{?2\}?)?$")
+_SQUARE_INTERVAL = re.compile(r"\s*([\[\]])([^\[\]]*)([\[\]])\s*")
+_DOMAIN = r"(?:(?:real|positive|natural|integers?|numbers?|nonnegative|non-negative|values? of) ?){0,4}"
+_FOR_ALL = re.compile(
+    rf"\s{{0,4}},?\s{{0,4}}(?:(?:\\text ?\{{)?[ ,]{{0,4}}\bfor (?:all|every|any|each) ?{_DOMAIN}\}}?|\\forall)"
+    r" {0,4}[a-zA-Z](?: {0,4}\\in {0,4}\\mathbb ?\{?[A-Z]\}?(?:[_^]\{?[\w+*>]{1,3}\}?)?)?$"
+)
 _TRAILING = " .,;:\n\t"
 
 
@@ -101,6 +108,7 @@ def clean(text: str) -> str:
     text = _DECIMAL_COMMA.sub(".", text)
     text = _unwrap_dollars(text)
     text = text.replace(r"\!", "")
+    text = _NO_DELIMITER.sub(" ", text) if "\\right" in text else text
     text = _LAYOUT.sub(" ", text)
     text = _TEXT_LIKE.sub(r"\\text", text)
     text = _ARG_SPACE.sub(" ", text)
@@ -111,9 +119,28 @@ def clean(text: str) -> str:
     text = text.replace("\x1f", "\\\\")
     text = text.replace("**", "^") if re.search(r"\w\s*\*\*\s*[\w(]", text) else text.replace("**", "")
     text = _SPEED.sub("", text.strip().rstrip("."))
+    text = _quantifier_cut(_outward_brackets(text))
     if not re.sub(r"\\text\s*(?=\{\s*\})", "", text).strip("{} "):
         return ""
     return text.rstrip(_TRAILING) if text[:1] == "." else text.strip(_TRAILING)
+
+
+def _outward_brackets(text: str) -> str:
+    """Intervals such as ]0, 1] and [0, 1[ with the round bracket they mean; all other text as it is."""
+    if text[:1] != "]" and text[-1:] != "[" and "]\\cup" not in text.replace(" ", "") and "[\\cup" not in text:
+        return text
+    parts = re.split(r"(\\cup|\\cap)(?![a-zA-Z])", text)
+    for at in range(0, len(parts), 2):
+        interval = _SQUARE_INTERVAL.fullmatch(parts[at])
+        if interval and re.search("[,;]", parts[at]):
+            low, inner, high = interval.groups()
+            parts[at] = f"{'[' if low == '[' else '('}{inner}{']' if high == ']' else ')'}"
+    return "".join(parts)
+
+
+def _quantifier_cut(text: str) -> str:
+    """An equation without "for all x" after it: the problem says for which x."""
+    return _FOR_ALL.sub("", text) if "=" in text and ("for " in text or "\\forall" in text) else text
 
 
 def string_key(cleaned: str) -> str:
@@ -128,6 +155,7 @@ def string_key(cleaned: str) -> str:
 
 
 _WORDY = re.compile(r"\\text\s*\{([^{}]*)\}")
+_ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
 
 
 def text_key(cleaned: str) -> str:
@@ -136,7 +164,7 @@ def text_key(cleaned: str) -> str:
     >>> text_key(r"\\text{4:30 p.m.}") == text_key(r"4:30 \\text{ PM}")
     True
     """
-    key = _WORDY.sub(r"\1", cleaned).casefold()
+    key = _ORDINAL.sub("", _WORDY.sub(r"\1", cleaned).casefold())
     key = re.sub(r"(?<!\d)\.|\.(?!\d)|[\s\"'`\\{}_*]+", "", key).strip(".,;:!")
     while len(key) > 2 and key[0] in "([" and key[-1] in ")]" and not set("()[],") & set(key[1:-1]):
         key = key[1:-1]

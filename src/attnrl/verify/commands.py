@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from attnrl.verify.suffixes import exponent
+from attnrl.verify.suffixes import exponent, skip_group
 from attnrl.verify.tokens import INFINITE, NAMES, ParseError, Token, words
 from attnrl.verify.tree import Node, number
 
@@ -29,6 +29,7 @@ INVERSE = {
 }
 ALIASES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot", "lg": "log10", "log": "ln"}
 TRIG = words("sin cos tan cot sec csc")
+_SUCH_THAT = (":", "mid", "|", "vert")
 _MATRIX = re.compile(r"matrix|[pbvBV]matrix|smallmatrix|array")
 
 
@@ -135,28 +136,68 @@ def _environment(parser: Parser) -> Node:
 
 
 def _set(parser: Parser, closing: tuple[str, ...] = ("\\}", "rbrace")) -> Node:
-    """A set in braces; \\{x | x > 3\\} is the set of its condition."""
+    """A set in braces; \\{x | x > 3\\} and \\{x : x > 3\\} are the set of their condition."""
     parser.brackets += 1
     if parser.peek().value in closing:
         parser.take()
         parser.brackets -= 1
         return Node("empty")
-    parser.in_bars += 1  # a bar here ends the variable of a condition
-    inner = parser.items(closers=(*closing, "mid", "|"))
-    parser.in_bars -= 1
-    if inner.kind in ("sym", "rel") and (parser.is_cmd("mid") or parser.is_op("|", ":")):
-        parser.take()
+    if _opens_builder(parser):
+        node = _builder(parser, closing)
+    else:
+        parser.in_bars += 1  # a bar here ends the variable of a condition
         inner = parser.items(closers=closing)
-        if inner.kind != "rel":
-            raise ParseError("a condition")
-        if parser.take().value not in closing:
-            raise ParseError("an open set")
-        parser.brackets -= 1
-        return inner
+        parser.in_bars -= 1
+        node = Node("set", inner.args if inner.kind == "list" else (inner,))
     if parser.take().value not in closing:
         raise ParseError("an open set")
     parser.brackets -= 1
-    return Node("set", inner.args if inner.kind == "list" else (inner,))
+    return node
+
+
+def _opens_builder(parser: Parser) -> bool:
+    """Whether a variable and the sign before its domain or condition come next."""
+    variable = parser.peek().kind == "sym" or (parser.peek().kind == "cmd" and parser.peek().value in NAMES)
+    return variable and parser.peek(1).value in ("in", *_SUCH_THAT)
+
+
+def _builder(parser: Parser, closing: tuple[str, ...]) -> Node:
+    """The region of {variable [in domain] such that condition}; the plain set where no condition follows."""
+    name = parser.peek().value
+    parser.in_bars += 1
+    parser.in_builder += 1
+    head = parser.relation()
+    parser.in_builder -= 1
+    parser.in_bars -= 1
+    if parser.peek().value not in _SUCH_THAT:
+        return Node("set", (head,))
+    parser.take()
+    condition = parser.items(closers=closing)
+    parts = condition.args if condition.kind == "list" else (condition,)
+    if any(part.kind != "rel" for part in parts):
+        raise ParseError("a condition")
+    if not all(any(side.kind == "sym" and side.value == name for side in part.args) for part in parts):
+        return condition  # not solved for the variable: only comparable as it stands
+    region = condition
+    if condition.kind == "list" and condition.value != "or":
+        region = parts[0]
+        for part in parts[1:]:
+            region = Node("setop", (region, part), "cap")
+    domain = head.args[1] if head.kind == "rel" else Node("field", value="R")
+    return Node("setop", (domain, region), "cap")
+
+
+def _extreme(parser: Parser, name: str) -> Node:
+    """\\min and \\max: of listed values, of a named function, or alone as a name; what stands below is left out."""
+    if parser.is_op("_"):
+        parser.take()
+        skip_group(parser)
+    if parser.is_op("(", "\\{"):
+        inner = parser.primary()
+        return Node("ufn", inner.args if inner.kind in ("group", "set") else (inner,), name)
+    if parser.peek().kind in ("sym", "cmd") and parser.starts_factor():
+        return Node("ufn", (parser.factor(),), name)
+    return Node("sym", value=name)
 
 
 def _overline(parser: Parser) -> Node:
@@ -231,7 +272,9 @@ def command(parser: Parser, token: Token) -> Node:
     if name == "text":
         parser.expect("{")
         raise ParseError("text with braces", prose=True)
-    if name in ("max", "min", "gcd", "lcm") and parser.is_op("(", "\\{"):
+    if name in ("max", "min"):
+        return _extreme(parser, name)
+    if name in ("gcd", "lcm") and parser.is_op("(", "\\{"):
         inner = parser.primary()
         return Node("ufn", inner.args or (inner,), name)
     raise ParseError(f"command {name[:20]}")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from math import gcd
+
 from attnrl.verify import realset
 from attnrl.verify.number import UndefinedError, evaluate, exact, sample_points, symbols
-from attnrl.verify.relations import assigned, closing_value, evaluated, is_name
+from attnrl.verify.relations import assigned, closing_value, conversions, evaluated, is_name
 from attnrl.verify.tree import SCALARS, Node, negative
+from attnrl.verify.units import bare, differ, scaled
 from attnrl.verify.values import infinite, same_value
 
 MAX_ITEMS = 40  # of an unordered list that is matched item by item
@@ -28,6 +32,9 @@ def same(gold: Node, answer: Node) -> bool | None:
         return _same_items(gold, answer)
     if gold.kind == "rel" or answer.kind == "rel":
         return _same_relation(gold, answer)
+    if gold.kind == "unit" or answer.kind == "unit":
+        return same_value(scaled(gold), scaled(answer)) if differ(gold, answer) else same(bare(gold), bare(answer))
+    gold, answer = _without_point_name(gold, answer)
     if gold.kind in SCALARS and answer.kind in SCALARS and not (_rows(gold) and _rows(answer)):
         return same_value(gold, answer)
     return _same_structure(gold, answer)
@@ -45,7 +52,8 @@ def _unwrap_membership(node: Node) -> Node:
 
 def _is_region(node: Node) -> bool:
     if node.kind == "list":
-        return node.value == "or" and all(_is_region(arg) for arg in node.args)
+        joined = node.value == "or" or (node.value == "and" and len({realset.variable(arg) for arg in node.args}) == 1)
+        return joined and all(_is_region(arg) for arg in node.args)
     if node.kind == "rel":
         return all(sign in INEQUALITIES for sign in node.value)  # type: ignore[attr-defined]
     return node.kind in ("setop", "field", "empty")
@@ -144,6 +152,8 @@ def _all_same(gold: tuple[Node, ...], answer: tuple[Node, ...]) -> bool | None:
 
 
 def _same_relation(gold: Node, answer: Node) -> bool | None:
+    if gold.kind != "rel" and any(same(gold, side) for side in conversions(answer)):
+        return True
     gold, answer = evaluated(gold), evaluated(answer)
     if gold.kind != "rel" and answer.kind != "rel":
         return same(gold, answer)
@@ -155,6 +165,7 @@ def _same_relation(gold: Node, answer: Node) -> bool | None:
         return same(statement[1], answer) if statement else False
     left, right = assigned(gold), assigned(answer)
     if left and right:
+        right = _renamed(left[0], right)
         if _same_name(left[0], right[0], left[1]):
             verdict = same(left[1], right[1])
             if verdict is not False or not symbols(left[1]):
@@ -164,6 +175,23 @@ def _same_relation(gold: Node, answer: Node) -> bool | None:
     elif left and not symbols(left[1]):
         return False  # the gold is solved, the answer is not
     return _same_locus(gold, answer)
+
+
+def _renamed(gold: Node, answer: tuple[Node, Node]) -> tuple[Node, Node]:
+    """f(x) = x + 1 as a statement about f(n), where the gold calls the argument n."""
+    name, value = answer
+    if not (gold.kind == name.kind == "ufn" and gold.value == name.value and len(gold.args) == len(name.args) == 1):
+        return answer
+    new, old = gold.args[0], name.args[0]
+    if new == old or new.kind != "sym" or old.kind != "sym" or str(new.value) in symbols(value):
+        return answer
+    return gold, _replaced(value, old, new)
+
+
+def _replaced(node: Node, old: Node, new: Node) -> Node:
+    if node == old:
+        return new
+    return Node(node.kind, tuple(_replaced(arg, old, new) for arg in node.args), node.value) if node.args else node
 
 
 def _same_name(gold: Node, answer: Node, value: Node) -> bool:
@@ -178,6 +206,7 @@ def _same_name(gold: Node, answer: Node, value: Node) -> bool:
 
 def _same_locus(gold: Node, answer: Node) -> bool | None:
     """Equations and inequalities by their difference of sides, up to a constant factor (positive for inequalities)."""
+    gold, answer = (Node("rel", tuple(map(bare, node.args)), node.value) for node in (gold, answer))
     if len(gold.args) != 2 or len(answer.args) != 2:
         return _same_chain(gold, answer)
     if any(arg.kind not in SCALARS for node in (gold, answer) for arg in node.args):
@@ -215,6 +244,22 @@ def _same_chain(gold: Node, answer: Node) -> bool | None:
 
 
 # other structures
+
+
+def _without_point_name(gold: Node, answer: Node) -> tuple[Node, Node]:
+    """P(1, 2) beside a bare (1, 2) names the point."""
+    if gold.kind == "group":
+        return gold, _point(answer)
+    return (_point(gold), answer) if answer.kind == "group" else (gold, answer)
+
+
+def _point(node: Node) -> Node:
+    if node.kind == "ufn" and len(node.args) > 1 and str(node.value).isupper():
+        return Node("group", node.args, "()")
+    if node.kind == "mul" and [arg.kind for arg in node.args] == ["sym", "group"] and node.args[1].value == "()":
+        name = str(node.args[0].value).partition("_")[0].rstrip("'")
+        return node.args[1] if len(name) == 1 and name.isupper() else node
+    return node
 
 
 def _rows(node: Node) -> tuple[tuple[Node, ...], ...] | None:
@@ -263,11 +308,19 @@ def _same_structure(gold: Node, answer: Node) -> bool | None:
     return False
 
 
+def _is_time(node: Node) -> bool:
+    values = [part.value for part in node.args if isinstance(part.value, Fraction) and part.value.denominator == 1]
+    if len(values) != len(node.args) or len(values) != 2:
+        return False
+    hours, minutes = (value.numerator for value in values)
+    return hours <= 24 and 10 <= minutes < 60 and gcd(hours, minutes) > 1
+
+
 def _same_ratio(gold: Node, answer: Node) -> bool | None:
-    """a : b equals ka : kb; with a zero in it, it is a time of day."""
+    """a : b equals ka : kb; with a zero in it, or hours and minutes not in lowest terms, it is a time of day."""
     if len(gold.args) != len(answer.args):
         return False
-    if any(part.kind == "num" and part.value == 0 for part in gold.args + answer.args):
+    if any(part.kind == "num" and part.value == 0 for part in gold.args + answer.args) or _is_time(gold):
         return _all_same(gold.args, answer.args)
     pairs = list(zip(gold.args, answer.args, strict=True))
     crosses = [same_value(Node("mul", (pairs[0][0], b)), Node("mul", (pairs[0][1], a))) for a, b in pairs[1:]]

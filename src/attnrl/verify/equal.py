@@ -17,8 +17,11 @@ from attnrl.verify.clean import clean, string_key, text_key
 from attnrl.verify.compare import same
 from attnrl.verify.number import UndefinedError
 from attnrl.verify.parse import parse
+from attnrl.verify.spelled import spelled
 from attnrl.verify.tokens import INFINITE, NUMBER_WORDS, WORDS_AS_NAMES, LimitError, ParseError
 from attnrl.verify.tree import Node
+from attnrl.verify.units import DOLLAR
+from attnrl.verify.units import bare as without_unit
 
 RULES = {
     "num": "number", "list": "list", "set": "list", "group": "tuple", "rel": "relation", "matrix": "matrix",
@@ -29,7 +32,8 @@ SAYINGS = {
     **dict.fromkeys(("nosolution", "nosolutions", "norealsolution", "norealsolutions"), Node("empty")),
 }
 _GROUPED = re.compile(r"\d,\d{3}(?!\d)|\d \d{3}(?!\d)")
-_CHOICE = re.compile(r"\(?([A-Ja-j])(?:\)|[.:](?=\s)|\)\s*[.:])\s*\S")
+_DOLLARS = re.compile(r"\s*(?:\\boxed\s*\{)?\s*(?:\$?\\\$|\$(?=[^$]*$))")
+_CHOICE = re.compile(r"\(?\s?([A-Ja-j])(?:\s?\)|[.:](?=\s)|\)\s*[.:])\s*\S")
 _BARE_WORD = re.compile(r"[A-Z]{2,}|[A-Za-z]{4,}|[A-Z][a-z]+|no|yes|odd|all|any")  # not a product of variables
 _WORD = re.compile(r"\\text\s*\{[^{}]*[A-Za-z]|(?<![\\A-Za-z])[A-Za-z]{2,}")
 _SAFE = re.compile(r"[A-Za-z0-9\s\\{}\[\]()^_+\-*/=<>|,.;:!'&]{1,400}")
@@ -67,8 +71,9 @@ def read(text: str) -> Reading:
     words = text_key(cleaned)
     trees: list[Node] = []
     problem: str | None = None
-    if words in NUMBER_WORDS:
-        cleaned = str(NUMBER_WORDS.index(words))
+    spoken = NUMBER_WORDS.index(words) if words in NUMBER_WORDS else spelled(words_only(cleaned))
+    if spoken is not None:
+        cleaned = str(spoken)
     bare = words_only(cleaned)
     letters = bare not in WORDS_AS_NAMES | INFINITE and _BARE_WORD.fullmatch(bare)
     try:
@@ -81,6 +86,8 @@ def read(text: str) -> Reading:
             if _GROUPED.search(cleaned):
                 trees.append(parse(cleaned, thousands=False))
         trees = list(dict.fromkeys(trees))
+        if _DOLLARS.match(text) and trees[0].kind == "num":
+            trees = [Node("unit", (tree,), DOLLAR) if tree.kind == "num" else tree for tree in trees]
     except (LimitError, RecursionError):  # a tree of x!!!... is deep though its text is not nested
         trees, problem = [], "limit"
     except ParseError as error:
@@ -139,10 +146,10 @@ def decide(answer: str, gold: str) -> Decision:
 
 
 def _by_value(gold: Reading, answer: Reading) -> Decision:
-    rule = RULES.get(gold.trees[0].kind, "value")
+    rule = RULES.get(without_unit(gold.trees[0]).kind, "value")
     verdicts: list[bool | None] = []
     pairs = [(left, right) for left in gold.trees for right in answer.trees]
-    if gold.trees[0].kind == "num" and answer.trees[0].kind == "list":
+    if without_unit(gold.trees[0]).kind == "num" and answer.trees[0].kind == "list":
         pairs = pairs[:1]  # the gold 1,200 is a number, and 1, 200 is not
     if len(pairs) == 4:  # both may be grouped digits or lists: the same reading for both
         pairs = pairs[:1]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Source = Literal["boxed", "text", "none"]
+Source = Literal["boxed", "tag", "text", "none"]
 
 TAIL = 1 << 18  # characters of the final part that are looked at; an answer further up is not a final answer
 JOIN_GAP = 80  # characters between two boxes of one list, at most
@@ -190,8 +190,20 @@ def _plain_answer(text: str) -> str | None:
     return None
 
 
+def _tagged_answer(text: str) -> str | None:
+    """What the last <answer>...</answer> holds, or what its closing statement says; a tag must close."""
+    close = text.rfind("</answer>")
+    if close < text.rfind("<answer>"):
+        return None
+    content = text[text.rfind("<answer>", 0, close) + len("<answer>") : close].strip()
+    if _ANCHOR.search(content) or _CONCLUSION.search(content):
+        return _plain_answer(content)
+    return content
+
+
 def extract(response: str) -> Extraction:
-    """The answer: the last box after the last `</think>`, with the boxes joined to it; else a plain closing statement.
+    """The answer: the last box after the last `</think>`, with the boxes joined to it; else the last
+    <answer>...</answer>; else a plain closing statement.
 
     An empty or unterminated last box is no answer, even where an earlier box is whole.
 
@@ -202,5 +214,8 @@ def extract(response: str) -> Extraction:
     boxed = _boxed_answer(text)
     if boxed is not None:
         return boxed
+    if "<answer>" in text:
+        answer = _tagged_answer(text)
+        return Extraction(answer or None, "tag" if answer else "none")
     answer = _plain_answer(text)
     return Extraction(answer or None, "text" if answer else "none")

@@ -19,6 +19,7 @@ from attnrl.verify.tree import Node
 MAX_BITS = 1 << 16  # of an exact number: 2016! has 19,300
 MAX_LOG2 = 1e5  # of a rounded number
 MAX_FACTORIAL = 4000
+SYMMETRIC = frozenset(("gcd", "lcm", "min", "max"))  # functions whose arguments have no order
 DIGITS = (50, 160)  # decimal digits of the first and of the deciding evaluation
 MAX_EXTRA_DIGITS = 2500  # that the size of a value may add to the second
 
@@ -58,9 +59,9 @@ def exact(node: Node) -> Fraction | None:
     kind = node.kind
     if kind == "num":
         return node.value  # type: ignore[return-value]
-    if kind == "deg":
+    if kind in ("deg", "unit"):
         return exact(node.args[0])
-    if kind not in ("add", "mul", "div", "pow", "fn") and not (kind == "ufn" and node.value in ("gcd", "lcm")):
+    if kind not in ("add", "mul", "div", "pow", "fn") and not (kind == "ufn" and node.value in SYMMETRIC):
         return None
     parts = [exact(arg) for arg in node.args]
     if any(part is None for part in parts):
@@ -112,6 +113,8 @@ def _exact_function(name: str, values: list[Fraction]) -> Fraction | None:
             raise UndefinedError("modulus zero")
         return first % values[1]
     whole = all(value.denominator == 1 for value in values)
+    if name in ("min", "max"):
+        return (min if name == "min" else max)(values)
     if name in ("gcd", "lcm") and whole:
         combined = (math.gcd if name == "gcd" else math.lcm)(*(value.numerator for value in values))
         return _bounded(Fraction(combined))
@@ -180,6 +183,8 @@ class Evaluator:
         if kind == "deg":
             inner = self.value(node.args[0])
             return inner * _context.pi / 180 if in_trig else inner
+        if kind == "unit":
+            return self.value(node.args[0], in_trig=in_trig)
         if kind == "ufn":
             return self.unknown_function(node)
         if kind not in ("add", "mul", "div", "pow", "root", "fn"):
@@ -205,7 +210,7 @@ class Evaluator:
         seed = zlib.crc32(str(node.value).encode("utf-8", "surrogatepass"))
         total = _context.mpf(1 + seed % 97)
         for at, arg in enumerate(node.args):
-            total += _context.sin(self.small(self.value(arg)) * (at + 1) + seed % 89)
+            total += _context.sin(self.small(self.value(arg)) * (1 if node.value in SYMMETRIC else at + 1) + seed % 89)
         return total
 
     def small(self, value: Any) -> Any:

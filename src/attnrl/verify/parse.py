@@ -6,7 +6,8 @@ from attnrl.verify.commands import BARS, CLOSING, OPENING, command, function
 from attnrl.verify.literals import literal
 from attnrl.verify.suffixes import postfix, unit_tail
 from attnrl.verify.tokens import LimitError, ParseError, Token, tokenize
-from attnrl.verify.tree import Node, negative
+from attnrl.verify.tree import SCALARS, Node, negative
+from attnrl.verify.units import Unit, bare
 
 MAX_DEPTH = 60
 MAX_SET_OPERATIONS = 64
@@ -30,6 +31,8 @@ class Parser:
         self.brackets = 0
         self.in_bars = 0
         self.set_operations = 0
+        self.in_builder = 0  # a colon ends the variable of a set
+        self.units: list[tuple[int, Unit | None]] = []  # where units ended, and which
         self.thousands = thousands
 
     # reading tokens
@@ -73,21 +76,21 @@ class Parser:
     def items(self, closers: tuple[str, ...]) -> Node:
         """One item, or a list node of several."""
         found: list[Node] = []
-        alternatives = False
+        marks: set[str] = set()
         while True:
             while (mark := self.separator()) is not None:
-                alternatives |= mark == "or"
+                marks.add(mark)
             if self.peek().kind == "end" or self.peek().value in closers:
                 break
             found.append(self.relation())
             if (mark := self.separator()) is None:
                 break
-            alternatives |= mark == "or"
+            marks.add(mark)
         if not found:
             raise ParseError("nothing here")
         if len(found) == 1:
             return found[0]
-        return Node("list", tuple(found), "or" if alternatives else ",")
+        return Node("list", tuple(found), "or" if "or" in marks else "and" if marks == {"and"} else ",")
 
     def deeper(self) -> None:
         """One level down. Every part that may hold itself counts, so the stack of the interpreter never runs out."""
@@ -99,7 +102,7 @@ class Parser:
         self.deeper()
         while self.is_cmd("approx", "simeq") or self.is_op("="):  # "= 5" and "about 5" say 5
             self.at += 1
-        sides = [self.ratio()]
+        sides = [self.quantity()]
         signs: list[str] = []
         while True:
             token = self.peek()
@@ -107,16 +110,26 @@ class Parser:
                 break
             self.at += 1
             signs.append(RELATIONS[token.value])
-            sides.append(self.ratio())
+            sides.append(self.quantity())
             while self.is_cmd("pmod", "mod", "bmod"):  # a congruence: its modulus is no part of the value
                 self.at += 1
                 self.factor()
         self.depth -= 1
         return sides[0] if not signs else Node("rel", tuple(sides), tuple(signs))
 
+    def quantity(self) -> Node:
+        """A side of a relation, with its unit where it ends in one that is known and has no other."""
+        before = len(self.units)
+        node = self.ratio()
+        if len(self.units) == before + 1 and node.kind in SCALARS and node.kind != "sym":
+            end, unit = self.units[-1]
+            if unit is not None and end == self.at:
+                return Node("unit", (node,), unit)
+        return node
+
     def ratio(self) -> Node:
         parts = [self.sets()]
-        while self.is_op(":"):
+        while self.is_op(":") and not self.in_builder:
             self.at += 1
             parts.append(self.sets())
         return parts[0] if len(parts) == 1 else Node("ratio", tuple(parts))
@@ -251,7 +264,7 @@ class Parser:
         if token.kind == "op" and token.value == "{":
             inner = self.items(closers=("}",))
             self.expect("}")
-            return inner
+            return bare(inner)
         if token.kind == "op" and token.value in BARS:
             return self.bars(BARS[token.value])
         if token.kind in ("cmd", "op"):
@@ -287,7 +300,9 @@ class Parser:
 
     def bracket(self, opening: str) -> Node:
         self.brackets += 1
+        outside, self.in_builder = self.in_builder, 0
         inner = self.items(closers=tuple(CLOSING))
+        self.in_builder = outside
         closing = CLOSING.get(self.take().value)
         self.brackets -= 1
         if closing is None:
@@ -296,7 +311,7 @@ class Parser:
             return Node("group", inner.args, opening + closing)
         if opening + closing not in ("()", "[]"):
             raise ParseError("brackets do not match")
-        return Node("group", (inner,), "[]") if opening == "[" and inner.kind == "group" else inner
+        return Node("group", (inner,), "[]") if opening == "[" and inner.kind == "group" else bare(inner)
 
     def bars(self, closing: str) -> Node:
         self.in_bars += 1

@@ -130,9 +130,8 @@ def spans(node: Node) -> list[Span] | None:
         return merge([(end, True, end, True) for end in ends])
     if node.kind == "rel":
         return _relation_spans(node)
-    if node.kind == "list" and node.value == "or":
-        parts = [spans(arg) for arg in node.args]
-        return None if any(part is None for part in parts) else merge([s for part in parts for s in part or []])
+    if node.kind == "list" and node.value in ("or", "and"):
+        return _joined(node)
     if node.kind == "setop":
         left, right = map(spans, node.args)
         if left is None or right is None:
@@ -143,6 +142,22 @@ def spans(node: Node) -> list[Span] | None:
             return merge(left + right)
         return intersect(left, right if node.value == "cap" else complement(right))
     return None
+
+
+def _joined(node: Node) -> list[Span] | None:
+    """What inequalities joined by "or" allow, or by "and"; None where "and" leaves nothing: then it meant "or"."""
+    parts = [spans(arg) for arg in node.args]
+    if any(part is None for part in parts):
+        return None
+    found = [part for part in parts if part is not None]
+    if sum(map(len, found)) > MAX_SPANS:
+        raise LimitError("too many intervals")
+    if node.value == "or":
+        return merge([span for part in found for span in part])
+    common = [LINE]
+    for part in found:
+        common = intersect(common, part)
+    return common or None
 
 
 def same_spans(a: list[Span], b: list[Span]) -> bool:

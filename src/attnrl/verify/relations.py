@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from fractions import Fraction
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
-from attnrl.verify.number import UndefinedError, exact, symbols
+from attnrl.verify.number import UndefinedError, evaluate, exact, symbols
+from attnrl.verify.tokens import LimitError
 from attnrl.verify.tree import SCALARS, Node
+from attnrl.verify.units import Unit, bare, differ, scaled, unit
 
 
 def is_name(node: Node) -> bool:
@@ -56,18 +58,53 @@ def evaluated(node: Node) -> Node:
 
 def _contradicts(node: Node) -> bool:
     """Whether an equation sets different numbers equal: 43 = 42. Rounding, and 0.5 = 50%, are no contradiction."""
-    if "~" in cast(tuple[str, ...], node.value):
-        return False
+    estimate = "~" in cast(tuple[str, ...], node.value)
+    sides = [arg for arg in node.args if bare(arg).kind in SCALARS and not symbols(arg)]
+    return any(_apart(one, other, estimate) for one, other in pairwise(sides))
+
+
+def _apart(one: Node, other: Node, estimate: bool) -> bool:
+    """Whether two sides are too far from each other to be equal, or to be an estimate: 41 is none of 42."""
+    if (one.kind == "deg") != (other.kind == "deg"):
+        return False  # 30 degrees = pi/6
+    converted = differ(one, other)
+    slack = max(_last_place(side, unit(side) if converted else None) for side in (one, other))
+    literals = bare(one).kind == bare(other).kind == "num"
+    one, other = (scaled(side) if converted else bare(side) for side in (one, other))
     try:
-        values = [exact(arg) if arg.kind in SCALARS else None for arg in node.args]
+        a, b = (_value(side) for side in (one, other))
     except UndefinedError:
         return True  # 1/0 = 42
-    sides = [(arg, value) for arg, value in zip(node.args, values, strict=True) if value is not None]
-    for (one, a), (other, b) in pairwise(sides):
-        places = [
-            cast(tuple[int, int], side.args[0].value)[1] for side in (one, other) if side.kind == "num" and side.args
-        ]
-        slack = Fraction(10) ** -min(places) if places else Fraction(0)
-        if abs(a - b) > slack and a != 100 * b and b != 100 * a:
-            return True
-    return False
+    except LimitError:
+        return False
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        gap, size = abs(a - b), max(abs(a), abs(b))
+        if estimate and literals and not converted:
+            return gap >= (slack or 1)
+        percent = not converted and 100 * min(abs(a), abs(b)) == size
+        return gap > (size / 20 if estimate else slack) and not (percent and a * b > 0)
+    a, b = evaluate(one, {}), evaluate(other, {})
+    return bool(abs(a - b) > (abs(a) + abs(b)) * (0.05 if estimate else 1e-20) + float(slack))
+
+
+def _value(node: Node) -> Any:
+    """The exact value where there is one, else many digits of it."""
+    value = exact(node)
+    return evaluate(node, {}) if value is None else value
+
+
+def _last_place(node: Node, size: Unit | None) -> Fraction:
+    """What one in the last decimal place of a literal is worth, in its unit; 0 for whole numbers and the rest."""
+    inner = bare(node)
+    if inner.kind != "num" or not inner.args:
+        return Fraction(0)
+    place = Fraction(10) ** -cast(tuple[int, int], inner.args[0].value)[1]
+    return place * size[1] if size else place
+
+
+def conversions(node: Node) -> list[Node]:
+    """The sides of an equation between units of one kind that holds: each says the same quantity."""
+    if node.kind != "rel" or set(cast(tuple[str, ...], node.value)) != {"="} or _contradicts(node):
+        return []
+    found = [arg for arg in node.args if arg.kind == "unit"]
+    return found if len(found) > 1 and all(differ(*pair) for pair in pairwise(found)) else []

@@ -5,15 +5,17 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from attnrl.verify.tokens import ParseError
+from attnrl.verify.tokens import NUMBER_WORDS, ORDINALS, ParseError
 from attnrl.verify.tree import Node, negative
+from attnrl.verify.units import unit_of
 
 if TYPE_CHECKING:
     from attnrl.verify.parse import Parser
 
 
 def unit_tail(parser: Parser) -> None:
-    """Skips units such as square feet, cm^2, m/s: they are no part of the value."""
+    """Skips units such as square feet, cm^2, m/s: they are no part of the value. Known ones are noted."""
+    start = parser.at
     while True:
         token = parser.peek()
         joins = parser.is_op("/", "*", "-") or parser.is_cmd("cdot", "times")
@@ -28,6 +30,7 @@ def unit_tail(parser: Parser) -> None:
             break
     if parser.starts_factor():
         raise ParseError("text between values", prose=True)
+    parser.units.append((parser.at, unit_of(" ".join(token.value for token in parser.tokens[start : parser.at][:12]))))
 
 
 def postfix(parser: Parser, node: Node) -> Node:
@@ -38,6 +41,8 @@ def postfix(parser: Parser, node: Node) -> Node:
             if parser.is_cmd("circ") or (parser.is_op("{") and parser.peek(1).value == "circ"):
                 parser.at += 1 if parser.is_cmd("circ") else 3
                 node = Node("deg", (node,))
+            elif parser.is_op("{") and parser.peek(1).value in ORDINALS and node.kind == "num":
+                parser.at += 3  # 12^{th} is 12
             elif (
                 parser.is_op("'")
                 or parser.is_cmd("prime")
@@ -96,18 +101,24 @@ def exponent(parser: Parser) -> Node:
     return node
 
 
+def skip_group(parser: Parser) -> None:
+    """Goes past one token, or a group in braces."""
+    if not parser.is_op("{"):
+        parser.take()
+        return
+    parser.take()
+    level = 1
+    while level and parser.peek().kind != "end":
+        token = parser.take()
+        level += (token.value == "{") - (token.value == "}")
+
+
 def _subscript(parser: Parser, node: Node) -> Node:
     """A named variable such as a_1, or a number in a base such as 102_3."""
     start = parser.at
-    if parser.is_op("{"):
-        parser.take()
-        level = 1
-        while level and parser.peek().kind != "end":
-            token = parser.take()
-            level += (token.value == "{") - (token.value == "}")
-    else:
-        parser.take()
+    skip_group(parser)
     name = "".join(token.value for token in parser.tokens[start : parser.at]).strip("{}()")
+    name = str(NUMBER_WORDS.index(name)) if name in NUMBER_WORDS else name  # in base two
     if node.kind in ("sym", "const"):
         return Node("sym", value=f"{node.value}_{name}")
     if node.kind == "num" and isinstance(node.value, Fraction) and name.isdigit() and not node.args:

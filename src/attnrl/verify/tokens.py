@@ -34,6 +34,7 @@ UNIT_WORDS = UNITS | words(
 )  # in \\text{...} these are units even after a variable
 MAGNITUDES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 CHANGES = words("squared cubed factorial half halves thirds fourths fifths tenths hundredths thousandths")  # of a value
+ORDINALS = words("st nd rd th")
 SEPARATORS = frozenset(("and", "or", ",", ";"))
 _COUNTING = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
@@ -122,6 +123,10 @@ def _text_tokens(content: str, space: bool, after_value: bool, after_variable: b
         constant = inner in "ei" or not after_value
         return [Token("sym" if constant else "unit", inner, space)]
     if _LETTER_LIST.fullmatch(inner) or inner.isdigit() or inner in (":", "+", "-", "=", "/"):
+        return tokenize(inner)
+    if lower == "to" and after_value:
+        return [Token("op", ":", space)]
+    if "=" in inner and not re.search(r"[A-Za-z]{2}|\\", inner):  # an equation that is all of the text
         return tokenize(inner)
     if re.search(r"\b(?:or|and|not|but)\b|\d", inner.casefold()):
         return [Token("word", inner, space)]
