@@ -48,6 +48,8 @@ _PERCENT = re.compile(r"\\?%|\\text\s*\{\s*(?:percent|percentage|pct)\s*\}|\b(?:
 _MONEY = re.compile(r"\\\$|\\(?:euro|pounds|yen|texteuro|textdollar)(?![a-zA-Z])")
 _LETTER_TIMES = re.compile(r"(?<=\d) ?x ?(?=10 ?\^)")  # 3x10^8
 _SPEED = re.compile(r"(?<=\d) ?(?:[kcm]?m|ft|mi)/(?:s|h|hr|min|sec)(?:\^\{?2\}?)?$")
+_CONGRUENT = re.compile(r"\(\s{0,3}(?:\\(?:text|mathrm) ?\{ ?mod ?\}|\\b?mod|mod)[ \\]{0,3}(\w{1,12})\s{0,3}\)")
+_COUNT = re.compile(r"\\#(?= ?[A-Za-z])")  # how many of S
 _SQUARE_INTERVAL = re.compile(r"\s*([\[\]])([^\[\]]*)([\[\]])\s*")
 _DOMAIN = r"(?:(?:real|positive|natural|integers?|numbers?|nonnegative|non-negative|values? of) ?){0,4}"
 _FOR_ALL = re.compile(
@@ -98,6 +100,8 @@ def clean(text: str) -> str:
     ('\\\\frac{1}{2}', '32348', '18234')
     """
     text = _balanced(ascii_signs(text))
+    if "   " in text:  # several patterns below start with blanks: long runs of them would cost their square
+        text = re.sub(r" {3,}", "  ", text)
     if "\\\\" in text:  # a row break in matrices, else a doubled backslash before a command
         if "\\begin" not in text:
             text = re.sub(r"\\\\(?=[a-zA-Z%$])", r"\\", text)
@@ -108,6 +112,8 @@ def clean(text: str) -> str:
     text = _DECIMAL_COMMA.sub(".", text)
     text = _unwrap_dollars(text)
     text = text.replace(r"\!", "")
+    text = _CONGRUENT.sub(r"\\pmod{\1}", text) if "mod" in text else text
+    text = _COUNT.sub("", text) if "\\#" in text else text
     text = _NO_DELIMITER.sub(" ", text) if "\\right" in text else text
     text = _LAYOUT.sub(" ", text)
     text = _TEXT_LIKE.sub(r"\\text", text)
@@ -143,6 +149,11 @@ def _quantifier_cut(text: str) -> str:
     return _FOR_ALL.sub("", text) if "=" in text and ("for " in text or "\\forall" in text) else text
 
 
+_WORDY = re.compile(r"\\text\s*\{([^{}]*)\}")
+_ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
+_BASED = re.compile(r"\(?((?:[0-9A-F]|\\text\{?[A-F]\}?){1,200})\)?_\{?\(?(\d{1,3})\)?\}?")  # 2A_{16}
+
+
 def string_key(cleaned: str) -> str:
     """Spelling without spaces (save between digits, and in 1, 200, which is not 1,200): equal keys are equal answers.
 
@@ -151,11 +162,9 @@ def string_key(cleaned: str) -> str:
     """
     key = re.sub(r"(?<=\d) +(?=\d)|(?<=\d,) +(?=\d{3}(?!\d))", "\x00", cleaned)
     key = key.replace(" ", "").replace("\x00", " ")
-    return re.sub(r"\{(\w)\}", r"\1", key)
-
-
-_WORDY = re.compile(r"\\text\s*\{([^{}]*)\}")
-_ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
+    key = re.sub(r"\{(\w)\}", r"\1", key)
+    base = _BASED.fullmatch(key) if "_" in key else None
+    return re.sub(r"\\text|[{}]", "", base[1]) + "_" + base[2] if base else key
 
 
 def text_key(cleaned: str) -> str:

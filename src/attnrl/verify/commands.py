@@ -272,6 +272,9 @@ def command(parser: Parser, token: Token) -> Node:
     if name == "text":
         parser.expect("{")
         raise ParseError("text with braces", prose=True)
+    if name == "Pr" and parser.is_op("("):
+        inner = parser.primary()
+        return Node("ufn", inner.args if inner.kind == "group" else (inner,), name)
     if name in ("max", "min"):
         return _extreme(parser, name)
     if name in ("gcd", "lcm") and parser.is_op("(", "\\{"):

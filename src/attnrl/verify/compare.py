@@ -52,8 +52,7 @@ def _unwrap_membership(node: Node) -> Node:
 
 def _is_region(node: Node) -> bool:
     if node.kind == "list":
-        joined = node.value == "or" or (node.value == "and" and len({realset.variable(arg) for arg in node.args}) == 1)
-        return joined and all(_is_region(arg) for arg in node.args)
+        return realset.joining(node) is not None and all(_is_region(arg) for arg in node.args)
     if node.kind == "rel":
         return all(sign in INEQUALITIES for sign in node.value)  # type: ignore[attr-defined]
     return node.kind in ("setop", "field", "empty")
@@ -66,6 +65,7 @@ def _same_region(gold: Node, answer: Node) -> bool | None:
         return False
     if gold.kind == answer.kind == "rel" and realset.variable(gold) and not realset.variable(answer):
         return False  # the gold is solved for its variable, the answer is not
+    gold, answer = _as_set(gold, answer), _as_set(answer, gold)
     try:
         left, right = realset.spans(gold), realset.spans(answer)
     except UndefinedError:
@@ -73,6 +73,12 @@ def _same_region(gold: Node, answer: Node) -> bool | None:
     if left is None or right is None:
         return None
     return realset.same_spans(left, right)
+
+
+def _as_set(node: Node, other: Node) -> Node:
+    """A bare list beside a union or difference is the set of its items."""
+    listed = node.kind == "list" and node.value != "or" and all(arg.kind in SCALARS for arg in node.args)
+    return Node("set", node.args) if listed and other.kind == "setop" else node
 
 
 # lists and sets
@@ -103,8 +109,16 @@ def _items(node: Node) -> list[Node]:
 
 def _same_items(gold: Node, answer: Node) -> bool | None:
     for one, other in ((gold, answer), (answer, gold)):
+        if other.kind == "list" and other.value == "or" and one.kind in SCALARS:
+            return _all_same((one,) * len(other.args), other.args)  # 1/2 or 0.5: one value in two spellings
+        if one.kind == "rel" and other.kind == "list" and (ordered := _in_order(one, other)):
+            return _all_same(*ordered)  # p = 3, q = 7 for (p, q) = (3, 7)
         if one.kind == "group" and one.value == "()" and other.kind == "list" and _assignments(other):
             return _all_same(one.args, other.args)  # x = 1, y = 2 for (1, 2)
+    if gold.kind == answer.kind == "list" and _names_apart(gold) and not any(map(assigned, answer.args)):
+        return _all_same(gold.args, answer.args)  # 4 and 5, in this order, for r = 4, s = 5
+    if {gold.value, answer.value} == {"or", "and"} and any(_is_region(arg) for arg in gold.args + answer.args):
+        return False
     left, right = _items(gold), _items(answer)
     if gold.kind == "set" or answer.kind == "set":
         left, right = list(dict.fromkeys(left)), list(dict.fromkeys(right))
@@ -135,6 +149,25 @@ def _assignments(node: Node) -> bool:
     sides = [assigned(arg) for arg in node.args]
     names = [repr(side[0]) for side in sides if side]
     return len(set(names)) == len(node.args)
+
+
+def _names_apart(node: Node) -> bool:
+    """Whether a list gives values to different letters: r = 4, s = 5, but not the roots x_1 = 4, x_2 = 5."""
+    sides = [assigned(arg) for arg in node.args]
+    letters = {str(side[0].value).partition("_")[0] for side in sides if side and side[0].kind == "sym"}
+    return len(letters) == len(sides)
+
+
+def _in_order(tuple_rel: Node, listed: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]] | None:
+    """The values of (p, q) = (3, 7) beside those of q = 7, p = 3 in the order of the names; None where these differ."""
+    statement = assigned(tuple_rel)
+    if statement is None or not statement[0].kind == statement[1].kind == "group" or not _assignments(listed):
+        return None
+    values = dict(side for arg in listed.args if (side := assigned(arg)))
+    names = statement[0].args
+    if set(names) != set(values) or len(names) != len(statement[1].args):
+        return None
+    return statement[1].args, tuple(values[name] for name in names)
 
 
 def _all_same(gold: tuple[Node, ...], answer: tuple[Node, ...]) -> bool | None:

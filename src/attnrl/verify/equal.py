@@ -34,6 +34,9 @@ SAYINGS = {
 _GROUPED = re.compile(r"\d,\d{3}(?!\d)|\d \d{3}(?!\d)")
 _DOLLARS = re.compile(r"\s*(?:\\boxed\s*\{)?\s*(?:\$?\\\$|\$(?=[^$]*$))")
 _CHOICE = re.compile(r"\(?\s?([A-Ja-j])(?:\s?\)|[.:](?=\s)|\)\s*[.:])\s*\S")
+_LABEL = re.compile(r"\(\d{1,2}\)$")
+_LABELS = re.compile(r"(?:\(\d{1,2}\)[ ,]{0,3}){2,80}")  # (1)(3): which statements hold, and no product
+_LETTERED = re.compile(r"\(([A-J])\)\s*\S")  # a choice with its option: (A) 5
 _BARE_WORD = re.compile(r"[A-Z]{2,}|[A-Za-z]{4,}|[A-Z][a-z]+|no|yes|odd|all|any")  # not a product of variables
 _WORD = re.compile(r"\\text\s*\{[^{}]*[A-Za-z]|(?<![\\A-Za-z])[A-Za-z]{2,}")
 _SAFE = re.compile(r"[A-Za-z0-9\s\\{}\[\]()^_+\-*/=<>|,.;:!'&]{1,400}")
@@ -107,20 +110,32 @@ def _texty(reading: Reading) -> bool:
     return bool(_WORD.search(reading.cleaned)) or re.fullmatch(r"[A-J]|\([A-Z]\)", bare) is not None
 
 
+def _untexted(reading: Reading) -> str:
+    return re.sub(r"\\text\s*\{([^{}]*)\}", r"\1 ", reading.cleaned).strip()
+
+
 def _by_text(gold: Reading, answer: Reading) -> bool:
     """Words, or a choice letter that stands before its option."""
     if not gold.words or not _texty(gold):
         return False
     if gold.words == answer.words:
         return True
+    if re.fullmatch(r"[a-j]", answer.words) and _texty(answer):
+        named = _LETTERED.match(_untexted(gold))
+        return named is not None and named.group(1).casefold() == answer.words
     if re.fullmatch(r"[a-j]", gold.words):
-        option = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1 ", answer.cleaned).strip()
+        option = _untexted(answer)
         option = re.sub(r"(?i)^(?:option|choice|answer)\s+(\(?[a-j]\)?)$", r"(\1) x", option).replace("((", "(")
         choice = _CHOICE.match(option)
         return (
             choice is not None and choice.group(1).casefold() == gold.words and not re.search(r"\bor\b|\band\b", option)
         )
     return False
+
+
+def _labels(reading: Reading) -> Reading:
+    labelled = _LABEL.match(reading.cleaned) or _LABELS.fullmatch(reading.cleaned)
+    return read(", ".join(re.findall(r"\d+", reading.cleaned))) if labelled else reading
 
 
 def decide(answer: str, gold: str) -> Decision:
@@ -130,6 +145,8 @@ def decide(answer: str, gold: str) -> Decision:
     Decision(right=True, rule='value', error=None)
     """
     left, right = read(gold), read(answer)
+    if _LABELS.fullmatch(left.cleaned) or (_LABEL.match(left.cleaned) and _LABELS.fullmatch(right.cleaned)):
+        left, right = _labels(left), _labels(right)
     if not left.cleaned:
         return Decision(False, "empty_gold", "empty_gold")
     if left.key == right.key:

@@ -32,6 +32,7 @@ class Parser:
         self.in_bars = 0
         self.set_operations = 0
         self.in_builder = 0  # a colon ends the variable of a set
+        self.modulus: Node | None = None  # of the congruence that is read
         self.units: list[tuple[int, Unit | None]] = []  # where units ended, and which
         self.thousands = thousands
 
@@ -100,6 +101,7 @@ class Parser:
 
     def relation(self) -> Node:
         self.deeper()
+        self.modulus = None
         while self.is_cmd("approx", "simeq") or self.is_op("="):  # "= 5" and "about 5" say 5
             self.at += 1
         sides = [self.quantity()]
@@ -111,10 +113,12 @@ class Parser:
             self.at += 1
             signs.append(RELATIONS[token.value])
             sides.append(self.quantity())
-            while self.is_cmd("pmod", "mod", "bmod"):  # a congruence: its modulus is no part of the value
+            while self.is_cmd("pmod", "mod", "bmod"):
                 self.at += 1
-                self.factor()
+                self.modulus = self.factor()
         self.depth -= 1
+        if signs == ["="] and self.modulus is not None:  # a congruence
+            sides, signs, self.modulus = [*sides, self.modulus], ["=", "mod"], None
         return sides[0] if not signs else Node("rel", tuple(sides), tuple(signs))
 
     def quantity(self) -> Node:
@@ -184,7 +188,9 @@ class Parser:
             elif self.is_cmd("bmod", "mod") or (self.is_cmd("pmod") and self.peek(1).kind != "end"):
                 modulus = self.take().value
                 right = self.factor()
-                if modulus != "pmod":
+                if modulus == "pmod":
+                    self.modulus = right
+                else:
                     factors = [Node("fn", (Node("mul", tuple(factors)), right), "mod")]
             elif self.peek().kind == "unit":
                 unit_tail(self)

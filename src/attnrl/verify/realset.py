@@ -130,7 +130,7 @@ def spans(node: Node) -> list[Span] | None:
         return merge([(end, True, end, True) for end in ends])
     if node.kind == "rel":
         return _relation_spans(node)
-    if node.kind == "list" and node.value in ("or", "and"):
+    if node.kind == "list" and joining(node):
         return _joined(node)
     if node.kind == "setop":
         left, right = map(spans, node.args)
@@ -144,6 +144,15 @@ def spans(node: Node) -> list[Span] | None:
     return None
 
 
+def joining(node: Node) -> str | None:
+    """How a list of inequalities is meant: "or", "and" about one variable (0 < x < 3, x != 1 too), else None."""
+    if node.value == "or":
+        return "or"
+    names = {variable(arg) for arg in node.args}
+    excludes = any(arg.kind == "rel" and arg.value == ("!=",) for arg in node.args)
+    return "and" if len(names) == 1 and None not in names and (node.value == "and" or excludes) else None
+
+
 def _joined(node: Node) -> list[Span] | None:
     """What inequalities joined by "or" allow, or by "and"; None where "and" leaves nothing: then it meant "or"."""
     parts = [spans(arg) for arg in node.args]
@@ -152,7 +161,7 @@ def _joined(node: Node) -> list[Span] | None:
     found = [part for part in parts if part is not None]
     if sum(map(len, found)) > MAX_SPANS:
         raise LimitError("too many intervals")
-    if node.value == "or":
+    if joining(node) == "or":
         return merge([span for part in found for span in part])
     common = [LINE]
     for part in found:

@@ -27,13 +27,20 @@ def assigned(node: Node) -> tuple[Node, Node] | None:
         return None
     first, last = node.args[0], node.args[-1]
     if is_name(first):
-        return first, last
+        looped = first.kind == "ufn" and any(_holds(side, first) for side in node.args[1:])
+        return None if looped else (first, last)  # f(x) = 0 f(x) = ...: several statements run together
     return (last, first) if last.kind == "sym" and len(node.args) == 2 else None
+
+
+def _holds(node: Node, part: Node) -> bool:
+    return node == part or any(_holds(arg, part) for arg in node.args)
 
 
 def closing_value(node: Node) -> list[Node]:
     """The values a relation may stand for where the gold is a plain value; none where it is an unsolved equation."""
     signs: tuple[str, ...] = node.value  # type: ignore[assignment]
+    if signs == ("=", "mod"):
+        return [node.args[1]]  # the remainder
     if any(sign not in ("=", "~") for sign in signs) or _contradicts(node):
         return []
     statement = assigned(node)

@@ -43,6 +43,7 @@ _COUNTING = (
 NUMBER_WORDS = _COUNTING.split()
 
 _LETTER_LIST = re.compile(r"[A-Za-z0-9](?:(?:\s*[,;]\s*(?:(?:and|or)\s)?|\s+(?:and|or)\s+)[A-Za-z0-9]){1,12}")
+_NUMERAL = re.compile(r"-?\d{1,20}(?:,\d{3}){0,6}(?:\.\d{1,20})?")
 _TOKEN = re.compile(
     r"\s*(?:"
     r"(?P<num>\d+(?:\.(?!\.)\d*)?(?:[eE][+-]?\d{1,4}(?![\d.a-zA-Z]))?|\.\d+(?:[eE][+-]?\d{1,4}(?![\d.a-zA-Z]))?)"
@@ -122,7 +123,7 @@ def _text_tokens(content: str, space: bool, after_value: bool, after_variable: b
     if len(inner) == 1 and inner.isalpha():
         constant = inner in "ei" or not after_value
         return [Token("sym" if constant else "unit", inner, space)]
-    if _LETTER_LIST.fullmatch(inner) or inner.isdigit() or inner in (":", "+", "-", "=", "/"):
+    if _LETTER_LIST.fullmatch(inner) or _NUMERAL.fullmatch(inner) or inner in (":", "+", "-", "=", "/"):
         return tokenize(inner)
     if lower == "to" and after_value:
         return [Token("op", ":", space)]
