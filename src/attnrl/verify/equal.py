@@ -67,7 +67,7 @@ class Decision:
 def read(text: str) -> Reading:
     """The reading of a gold or an answer; cached, since golds come many times.
 
-    >>> read(r"\\$1{,}000").trees[0].value
+    >>> read(r"1{,}000").trees[0].value
     Fraction(1000, 1)
     """
     cleaned = clean(text)
@@ -145,7 +145,9 @@ def decide(answer: str, gold: str) -> Decision:
     Decision(right=True, rule='value', error=None)
     """
     left, right = read(gold), read(answer)
-    if _LABELS.fullmatch(left.cleaned) or (_LABEL.match(left.cleaned) and _LABELS.fullmatch(right.cleaned)):
+    if left.cleaned[:1] == "(" and (
+        _LABELS.fullmatch(left.cleaned) or (_LABEL.match(left.cleaned) and _LABELS.fullmatch(right.cleaned))
+    ):
         left, right = _labels(left), _labels(right)
     if not left.cleaned:
         return Decision(False, "empty_gold", "empty_gold")

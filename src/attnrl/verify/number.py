@@ -201,7 +201,7 @@ class Evaluator:
     def check(self, value: Any) -> Any:
         if not _context.isfinite(value):
             raise UndefinedError("not finite")
-        if abs(value) and abs(_log2(value)) > MAX_LOG2:
+        if value and abs(_context.mag(value)) > MAX_LOG2:  # mag: log2 within two, without a logarithm
             raise LimitError("number too large")
         return value
 

@@ -18,6 +18,7 @@ RELATIONS = {
     "gt": ">", "approx": "~", "simeq": "~", "equiv": "=", "in": "in",
 }  # fmt: skip
 SET_OPERATIONS = {"cup": "cup", "cap": "cap", "setminus": "minus", "backslash": "minus"}
+END = Token("end", "", False)
 UNKNOWN_FUNCTIONS = frozenset("fghFGPQu")
 
 
@@ -40,7 +41,7 @@ class Parser:
 
     def peek(self, ahead: int = 0) -> Token:
         at = self.at + ahead
-        return self.tokens[at] if at < len(self.tokens) else Token("end", "", False)
+        return self.tokens[at] if at < len(self.tokens) else END
 
     def take(self) -> Token:
         token = self.peek()
