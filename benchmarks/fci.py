@@ -71,7 +71,7 @@ def milliseconds(call: Callable[[], Any], runs: int = 7, warm: int = 3, inner: i
     times = []
     for _ in range(runs):
         torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000)  # about 1 ms for the host to run ahead
+        torch.cuda._sleep(20_000_000)  # about 10 ms for the host to run ahead
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(inner):

@@ -279,6 +279,15 @@ def test_a_bad_request_is_named_before_work_starts(
         Sampler(qwen2, stop_ids=STOPS).generate([good, request_], Sampling(), version=0)
 
 
+def test_rope_that_changes_with_the_length_of_a_batch_is_limited() -> None:
+    rope = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope |= {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
+    sampler = Sampler(build("qwen3", rope_parameters=rope), stop_ids=STOPS)
+    with pytest.raises(ConfigError, match="exceed 32, where the model's rotary embedding changes"):
+        sampler.generate([Request(as_ids([5, 6]), 31, 1)], Sampling(), version=0)
+    assert len(sampler.generate([Request(as_ids([5, 6]), 30, 1)], Sampling(), version=0)) == 1
+
+
 def test_bad_settings_and_models_are_named(qwen2: Any) -> None:
     with pytest.raises(ConfigError, match="rows = 0"):
         Sampler(qwen2, stop_ids=STOPS, rows=0)

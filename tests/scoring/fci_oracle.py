@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     Gemma2Config,
     GlmConfig,
@@ -56,6 +57,20 @@ def sinks_model() -> torch.nn.Module:
     """A tiny model whose attention has sinks."""
     config = GptOssConfig(**{**BASE, "head_dim": 8}, num_local_experts=2, num_experts_per_tok=1)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+
+
+def of_family(family: str, **settings: object) -> torch.nn.Module:
+    """A tiny random model of any transformers family, float32, in eval mode."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**{**BASE, **settings})
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+
+
+def longrope_model() -> torch.nn.Module:
+    """A tiny Phi-3 whose rotary embedding changes beyond 16 tokens."""
+    rope = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope |= {"rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    return of_family("phi3", original_max_position_embeddings=16, max_position_embeddings=64, rope_parameters=rope)
 
 
 def dense_fci(

@@ -105,7 +105,7 @@ def run_case(
     norm = max(float(want_HS.norm()), 1e-30)
     best = float((sums.best_S.double() - want_HS.amax(0)).norm() / norm)
     return {
-        "kind": sums.kind,
+        "kinds": sorted(sums.kinds),
         "head": head,
         "heads": heads,
         "groups": groups,
@@ -140,6 +140,25 @@ def run_head_case(device: str, dtype: str, vocabulary: int, temperature: float) 
     }
 
 
+def run_broken_case(device: str) -> dict[str, object]:
+    """What a NaN among the queries does: the steps it would score are NaN, not 0; and a row of -inf logits at first."""
+    q, k = torch.ones(40, 2, 32, device=device), torch.ones(40, 1, 32, device=device)
+    q[20] = float("nan")
+    plan = make_plan([40], [[(0, 10), (10, 20), (20, 30), (30, 40)]], delta=1)
+    sums = LayerSums(plan, torch.device(device), tile=SMALL)
+    lse = torch.zeros(2, 40, device=device)
+    sums(q, k, lse, scale=1.0, window=None, softcap=None)
+    logits = torch.full((1, 9000), float("-inf"), device=device)
+    logits[0, 8995:] = torch.arange(5.0, device=device)
+    logprobs, entropy = row_stats(logits, torch.tensor([8999], device=device))
+    want = torch.arange(5.0).double().log_softmax(-1)
+    return {
+        "nan_steps": sums.best_S.isnan().tolist(),
+        "late_logprob_error": float((logprobs.cpu() - want[-1]).abs().max()),
+        "late_entropy_error": float((entropy.cpu() + (want.exp() * want).sum()).abs().max()),
+    }
+
+
 SMALL_GRID: list[dict[str, object]] = [
     {"lengths": [50, 7, 33], "heads": 4, "groups": 2, "head": 32},
     {"lengths": [61], "heads": 2, "groups": 1, "head": 64, "dtype": "bfloat16"},
@@ -158,4 +177,5 @@ if __name__ == "__main__":
         print(json.dumps(run_case("cpu", **{"tile": SMALL, **case})), flush=True)  # type: ignore[arg-type]
     for dtype, vocabulary, temperature in (("float32", 61, 1.0), ("bfloat16", 9000, 0.6)):
         print(json.dumps(run_head_case("cpu", dtype, vocabulary, temperature)), flush=True)
+    print(json.dumps(run_broken_case("cpu")), flush=True)
     sys.exit(0)

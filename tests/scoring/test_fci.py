@@ -168,7 +168,15 @@ def test_bad_input_says_what_to_do() -> None:
         fci(MODEL, [ids, []], [[], []])
     with pytest.raises(ConfigError, match="no FCI implementation"):
         fci(MODEL, ids, [(0, 2)], kind="dense")
+    for odd in ([(0, 2, 3), (3, 4, 4)], [0, 2, 2, 4], [(0.0, 2.0)], [[(0, 2)]], [(0, 2), (2,)], [None]):
+        with pytest.raises(DataError, match=r"sequence 1: steps must be a list of \(start, stop\) token pairs"):
+            fci(MODEL, [ids, ids], [[(0, 2)], odd])
+    with pytest.raises(DataError, match="sequence 1: token id 61 is outside the model's vocabulary of 61"):
+        fci(MODEL, [ids, [3, 61]], [[], []])
+    with pytest.raises(DataError, match="delta must be at least 1 and whole"):
+        fci(MODEL, ids, [(0, 2)], delta=2.0)
     assert fci(MODEL, ids, []).shape == (0,)
+    assert fci(MODEL, [], []) == []
 
 
 MODEL = tiny("qwen2")

@@ -1,9 +1,12 @@
 """Packed attention gives every sequence what it gets alone."""
 
+import copy
+import threading
+
 import numpy as np
 import pytest
 import torch
-from fci_oracle import CONFIGS, sinks_model, tiny
+from fci_oracle import CONFIGS, longrope_model, of_family, sinks_model, tiny
 
 from attnrl.errors import ConfigError
 from attnrl.scoring import packed
@@ -123,3 +126,60 @@ def test_kinds_by_device_and_shape() -> None:
 
 def test_positions_restart() -> None:
     assert np.array_equal(packed_positions([1, 3])[0].numpy(), [0, 0, 1, 2])
+
+
+def test_rope_that_depends_on_length_refuses_to_mix() -> None:
+    model = longrope_model()
+    with (
+        pytest.raises(ConfigError, match="40 tokens cannot share a pack: beyond 16 tokens"),
+        packed_attention(model, [14, 40]),
+    ):
+        pass
+    for lengths in ([14, 16], [40]):
+        with packed_attention(model, lengths):
+            pass
+    assert packed.lone_from(tiny("llama")) is None
+
+
+def test_recurrent_layers_under_another_name_are_refused() -> None:
+    model = of_family("recurrent_gemma", num_key_value_heads=1, lru_width=32, attention_window_size=8, head_dim=8)
+    with pytest.raises(ConfigError, match="recurrent"), packed_attention(model, [5]):
+        pass
+
+
+def test_an_exchanged_layer_is_noticed() -> None:
+    model, ids = tiny("llama"), packed_ids()
+    with torch.no_grad():
+        with packed_attention(model, LENGTHS):
+            want = forward(model, ids)
+        model.model.layers[1] = copy.deepcopy(model.model.layers[1])  # with a config of its own
+        with packed_attention(model, LENGTHS) as pack:
+            got = forward(model, ids)
+    assert pack.calls == 2
+    assert torch.equal(got, want)
+
+
+def test_threads_take_turns_on_one_model() -> None:
+    model = tiny("qwen2")
+    cases = [(packed_ids(seed), LENGTHS) for seed in range(2)]
+    with torch.no_grad():
+        wants = []
+        for ids, lengths in cases:
+            with packed_attention(model, lengths):
+                wants.append(forward(model, ids))
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(20):
+            with torch.no_grad(), packed_attention(model, LENGTHS):
+                if not torch.equal(forward(model, cases[index][0]), wants[index]):
+                    wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert model.config._attn_implementation == "eager"
+    assert not packed._ACTIVE

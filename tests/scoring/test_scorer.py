@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from fci_oracle import random_case, tiny
+from fci_oracle import longrope_model, of_family, random_case, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnrl.errors import DataError
+from attnrl.errors import ConfigError, DataError
 from attnrl.scoring import ScoreReport, fci, rank_correlation, score
 from attnrl.scoring.entropy import stats_of
 from attnrl.scoring.scorer import bins_by_budget
@@ -80,7 +80,7 @@ def test_mode_is_restored_and_fci_can_be_left_out() -> None:
     (plain,) = score(model, [row], fci=False, report=report)
     assert model.training
     assert not plain.fci.any()
-    assert report.fci_kind == "off"
+    assert report.fci_kinds == {"off"}
     assert report.overhead == 0
     (scored,) = score(model.eval(), [row])
     assert not model.training
@@ -115,3 +115,48 @@ def test_tokens_that_cannot_occur_add_nothing_to_the_entropy() -> None:
     logprobs, entropy = stats_of(logits.clone(), torch.tensor([2]), 1.0)
     assert logprobs.item() == pytest.approx(np.log(0.75))
     assert entropy.item() == pytest.approx(-0.25 * np.log(0.25) - 0.75 * np.log(0.75))
+
+
+def test_rope_that_depends_on_length_is_scored_as_if_alone() -> None:
+    model, rng = longrope_model(), np.random.default_rng(0)
+    rows = [request(rng, n) for n in (14, 40, 12, 30)]
+    report = ScoreReport()
+    for row, scores in zip(rows, score(model, rows, delta=1, report=report), strict=True):
+        logprobs, entropy = full_logits(model, row, 1.0)
+        assert np.abs(scores.logprobs - logprobs).max() < 5e-5
+        assert np.abs(scores.entropy - entropy).max() < 5e-5
+    assert report.packs == 3, "the two short ones share a pack, each long one is alone"
+
+
+def test_bad_requests_are_named_before_anything_runs() -> None:
+    model, rng = tiny("qwen2"), np.random.default_rng(0)
+    good = [request(rng, n) for n in (30, 50)]
+    ran: list[int] = []
+    handle = model.register_forward_pre_hook(lambda *_: ran.append(1))
+    bad_step = ScoreRequest(as_ids([3, 4]), as_ids([5, 6, 7]), (Step(0, 2), Step(1, 3)))
+    with pytest.raises(DataError, match=r"request 1: step \(1, 3\) must be non-empty, after .* \(ends at 2\)"):
+        score(model, [good[0], bad_step, good[1]], token_budget=8)
+    with pytest.raises(DataError, match=r"request 0: step \(2, 9\).* within the 3 response tokens"):
+        score(model, [ScoreRequest(as_ids([3]), as_ids([5, 6, 7]), (Step(2, 9),))])
+    with pytest.raises(DataError, match="response of request 2: token id 61 is outside the model's vocabulary of 61"):
+        score(model, [*good, ScoreRequest(as_ids([3]), as_ids([61]), (Step(0, 1),))])
+    with pytest.raises(DataError, match="temperature must be above 0"):
+        score(model, good, temperature=0.0)
+    handle.remove()
+    assert not ran
+    assert score(model, []) == []
+
+
+def test_a_head_with_a_transform_is_refused() -> None:
+    model = of_family("modernbert-decoder", cls_token_id=1, sep_token_id=2)
+    with pytest.raises(ConfigError, match="does more than project"):
+        score(model, [ScoreRequest(as_ids([3, 4]), as_ids([5, 6]), (Step(0, 2),))])
+
+
+def test_modules_keep_their_own_training_flag() -> None:
+    model = tiny("llama").train()
+    model.model.layers[0].eval()
+    score(model, [request(np.random.default_rng(0), 20)])
+    assert model.training
+    assert model.model.layers[1].training
+    assert not model.model.layers[0].training

@@ -20,6 +20,7 @@ from attnrl.local.learner import Learner, LearnerOptions
 from attnrl.local.losses import LossOptions
 from attnrl.local.models import LoraOptions, add_lora, is_lora, load_model, plain, quiet, stop_token_ids
 from attnrl.local.sampler import Sampler
+from attnrl.scoring.entropy import check_head
 from attnrl.scoring.packed import check_model
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores
 
@@ -80,6 +81,7 @@ class LocalBackend:
         self._shared_tokens = self._context_tokens = 0
         if learner is not None or self.options.fci:
             check_model(plain(model))
+            check_head(plain(model))
         self.learner: Learner | None = None
         if learner is not None:
             needs_copy = learner.loss.kl_weight > 0 and not is_lora(model)

@@ -37,6 +37,7 @@ from attnrl.local.decode import Decoder
 from attnrl.local.draw import check_sampling, draw, uniforms
 from attnrl.local.prefill import Carry, lexicographic, prefill
 from attnrl.local.rows import RowTable
+from attnrl.scoring.packed import lone_from
 from attnrl.types import Request, Rollout, Sampling, as_ids
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -322,6 +323,7 @@ class Sampler:
 
     def _check_requests(self, requests: Sequence[Request]) -> None:
         limit = getattr(self.model.config, "max_position_embeddings", None)
+        rope = lone_from(self.model)
         for i, request in enumerate(requests):
             context = request.context
             if request.max_tokens < 1:
@@ -338,4 +340,9 @@ class Sampler:
                 raise ConfigError(
                     f"request {i}: {len(context)} context tokens and max_tokens = {request.max_tokens} exceed the "
                     f"model's max_position_embeddings = {limit}: lower the response limit"
+                )
+            if rope is not None and len(context) + request.max_tokens > rope:
+                raise ConfigError(
+                    f"request {i}: {len(context)} context tokens and max_tokens = {request.max_tokens} exceed {rope}, "
+                    "where the model's rotary embedding changes for a whole batch: lower the response limit"
                 )

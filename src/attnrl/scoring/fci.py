@@ -25,7 +25,7 @@ TRITON, TORCH_BLOCKS = "triton", "torch_blocks"
 class Sums(Protocol):
     """Collects one attention layer after the other; `best_S` is the max over layers and heads so far."""
 
-    kind: str  # which implementation runs
+    kinds: set[str]  # which implementations ran
     best_S: torch.Tensor
     heads_LHS: list[torch.Tensor]
 
@@ -44,10 +44,8 @@ class Sums(Protocol):
 class BlockSums:
     """FCI by query blocks in plain torch: exact, on any device, memory linear in the tokens."""
 
-    kind = TORCH_BLOCKS
-
     def __init__(self, plan: Plan, device: torch.device, *, keep_heads: bool = False) -> None:
-        self.plan, self.keep_heads = plan, keep_heads
+        self.plan, self.keep_heads, self.kinds = plan, keep_heads, {TORCH_BLOCKS}
         self.best_S = torch.zeros(len(plan.step_S), device=device)
         self.heads_LHS: list[torch.Tensor] = []
         self._weight_T = torch.from_numpy(plan.weight_T).to(device)
@@ -173,6 +171,9 @@ def fci(
     """
     single = _is_single(input_ids)
     rows = [_as_row(ids, index) for index, ids in enumerate([input_ids] if single else input_ids)]
+    if not rows:
+        return []
+    check_ids(model, rows, "sequence")
     spans: list[Sequence[Span]] = [step_spans] if single else list(step_spans)
     if len(spans) != len(rows):
         raise DataError(f"{len(rows)} sequences but {len(spans)} lists of step spans")
@@ -197,17 +198,17 @@ def run_body(
     """
     device = next(model.parameters()).device
     ids = torch.from_numpy(ids_T.astype(np.int64))[None].to(device)
-    training = model.training
-    if training:
-        model.eval()
+    training = [module for module in model.modules() if module.training] if model.training else []
+    for module in training:
+        module.training = False
     try:
         with torch.no_grad(), packed_attention(model, lengths, collector=collector) as pack:
             out = body_of(model)(
                 input_ids=ids, position_ids=packed_positions(lengths, device), attention_mask=None, use_cache=False
             )
     finally:
-        if training:
-            model.train()
+        for module in training:
+            module.training = True
     if pack.calls == 0:
         raise ConfigError(f"{type(model).__name__} never called transformers' attention interface")
     return out.last_hidden_state[0], pack
@@ -234,6 +235,17 @@ def _as_row(ids: Any, index: int) -> NDArray[np.int64]:
     if row.ndim != 1 or not row.size or row.dtype.kind not in "iu":
         raise DataError(f"sequence {index}: token ids must be a non-empty list of integers")
     return row.astype(np.int64)
+
+
+def check_ids(model: torch.nn.Module, rows: Sequence[NDArray[Any]], name: str) -> None:
+    """Raise where a token id is outside the model's vocabulary; on a GPU it would end the process."""
+    inner: Any = model
+    size = int(inner.get_input_embeddings().weight.shape[0])
+    for index, row in enumerate(rows):
+        low, high = int(row.min()), int(row.max())
+        if low < 0 or high >= size:
+            wrong = low if low < 0 else high
+            raise DataError(f"{name} {index}: token id {wrong} is outside the model's vocabulary of {size} tokens")
 
 
 def position_null(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import triton
 from numpy.typing import NDArray
 
-from attnrl.errors import DataError
+from attnrl.errors import ConfigError, DataError
 from attnrl.scoring.fci_triton import LOG2E, Tile, _column_sums, _row_lse, _step_max
 from attnrl.scoring.plan import ALIGN, Plan, key_blocks, query_blocks
 
@@ -91,12 +92,7 @@ class LayerSums:
         self._sums_HP = self._bias_HP = torch.empty(0, self._pitch, device=device)
         self._tables: dict[tuple[int, int | None], torch.Tensor] = {}
         self._tiles: dict[tuple[Any, ...], Tile] = {}
-        self._kinds: set[str] = set()
-
-    @property
-    def kind(self) -> str:
-        """The kernels that ran: "triton", "gluon", or both where layers differ."""
-        return "+".join(sorted(self._kinds)) or "triton"
+        self.kinds: set[str] = set()  # kernels that ran
 
     @cached_property
     def _on_device(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -129,11 +125,9 @@ class LayerSums:
             return
         q_THD, k_TKD = (x.to(self.device) for x in (q_THD, k_TKD))  # a model may span devices
         q_THD, k_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_TKD))
-        if lse_HT is None:
-            lse_HT = row_lse(q_THD, k_TKD, self.plan.lengths, scale=scale, window=window, softcap=softcap)
-        lse_HT = lse_HT.to(self.device)
         shape: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            lse_HT = row_lse(q_THD, k_TKD, self.plan.lengths, **shape) if lse_HT is None else lse_HT.to(self.device)
             tile = self.tile or self._choose(q_THD, k_TKD, lse_HT, shape)
             self.column_sums(q_THD, k_TKD, lse_HT, tile=tile, **shape)
             self._reduce(q_THD.shape[1])
@@ -151,7 +145,7 @@ class LayerSums:
     ) -> torch.Tensor:
         """sum over q of w_q * P[q, t] for each head and key, [H, T]; keys that score nothing are left undefined."""
         total, heads, _ = q_THD.shape
-        if total * max(q_THD.stride(0), k_TKD.stride(0)) >= 2**31:
+        if max(sum(n * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in (q_THD, k_TKD)) >= 2**31:
             raise DataError(f"a pack of {total} tokens is beyond 32-bit addresses; lower token_budget")
         if self._sums_HP.shape[0] != heads:
             self._sums_HP = torch.empty(heads, self._pitch, device=self.device)
@@ -161,7 +155,7 @@ class LayerSums:
         table = self.table(tile.keys, window)
         if not len(table):
             return self._sums_HP[:, :total]
-        self._kinds.add(tile.kernel)
+        self.kinds.add(tile.kernel)
         launch = fci_hopper.launch if tile.kernel == "gluon" else _launch
         buffers = (self._bias_HP, qmin_T, table, self._sums_HP)
         launch(q_THD, k_TKD, *buffers, scale2=scale * LOG2E, window=window, softcap=softcap, tile=tile)
@@ -216,6 +210,8 @@ class LayerSums:
             times[tile] = triton.testing.do_bench(
                 lambda tile=tile: self.column_sums(q_THD, k_TKD, lse_HT, tile=tile, **shape), warmup=5, rep=20
             )
+        if not times:
+            raise ConfigError(f"no tile of the FCI kernel fits this device for {key}; use kind='torch_blocks'")
         best = min(times, key=times.__getitem__)
         _remember(key, best)
         return best
@@ -309,19 +305,26 @@ def row_lse(
     return lse_HT
 
 
+def _known() -> dict[str, Any]:
+    """The measured tiles on disk; a file that is missing or broken knows none."""
+    try:
+        known = json.loads(cache_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
 def _remembered(key: str) -> Tile | None:
-    path = cache_file()
-    if not path.is_file():
-        return None
-    entry = json.loads(path.read_text()).get(key)
-    return Tile(**entry) if entry else None
+    entry = _known().get(key)
+    return Tile(**entry) if entry and set(entry) == {f.name for f in fields(Tile)} else None
 
 
 def _remember(key: str, tile: Tile) -> None:
     path = cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(path.read_text()) if path.is_file() else {}
-    known[key] = asdict(tile)
     partial = path.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(json.dumps(known, indent=1, sort_keys=True))
-    partial.replace(path)  # whole or not at all: several processes may measure at once
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(_known() | {key: asdict(tile)}, indent=1, sort_keys=True))
+        partial.replace(path)  # whole or not at all: several processes may measure at once
+    except OSError as error:
+        warnings.warn(f"the measured tile of the FCI kernel is kept for this process only: {error}", stacklevel=2)

@@ -217,8 +217,10 @@ def _step_max(
     acc = acc / divisor
     if KEEP:
         tl.store(HEADS + offs_h * S + step, acc, mask=offs_h < H)
-    best = tl.load(BEST + step)
-    tl.store(BEST + step, tl.maximum(best, tl.max(acc, 0)))
+    # A NaN must not vanish in the maximum: a broken model would look like one without influential steps.
+    best = tl.maximum(tl.load(BEST + step), tl.max(acc, 0), propagate_nan=tl.PropagateNan.ALL)
+    broken = tl.max((acc != acc).to(tl.int32), 0) > 0
+    tl.store(BEST + step, tl.where(broken, float("nan"), best))
 
 
 @triton.jit

@@ -8,6 +8,8 @@ Shapes: N positions, V vocabulary.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -26,8 +28,9 @@ def _row_stats(LOGITS, TARGETS, LOGPROBS, ENTROPY, V, pitch, inverse, BV: tl.con
         new_top = tl.maximum(top, tl.max(x, 0))
         shift = tl.where(top == -float("inf"), 0.0, top - new_top)
         keep = tl.where(top == -float("inf"), 0.0, tl.exp(shift))
-        e = tl.exp(x - new_top)
-        below = keep * (below + total * shift) + tl.sum(tl.where(e > 0.0, e * (x - new_top), 0.0), 0)
+        from_top = x - tl.where(new_top == -float("inf"), 0.0, new_top)  # no token so far: -inf, not NaN
+        e = tl.exp(from_top)
+        below = keep * (below + total * shift) + tl.sum(tl.where(e > 0.0, e * from_top, 0.0), 0)
         total = keep * total + tl.sum(e, 0)
         top = new_top
     target = tl.load(TARGETS + row)
@@ -45,15 +48,16 @@ def row_stats(
     logprobs_N = torch.empty(count, device=logits_NV.device)
     entropy_N = torch.empty_like(logprobs_N)
     block = min(8192, triton.next_power_of_2(vocabulary))
-    _row_stats[(count,)](
-        logits_NV,
-        targets_N,
-        logprobs_N,
-        entropy_N,
-        vocabulary,
-        logits_NV.stride(0),
-        1.0 / temperature,
-        BV=block,
-        num_warps=8,
-    )
+    with torch.cuda.device(logits_NV.device) if logits_NV.is_cuda else nullcontext():
+        _row_stats[(count,)](
+            logits_NV,
+            targets_N,
+            logprobs_N,
+            entropy_N,
+            vocabulary,
+            logits_NV.stride(0),
+            1.0 / temperature,
+            BV=block,
+            num_warps=8,
+        )
     return logprobs_N, entropy_N

@@ -287,36 +287,65 @@ def _check_call(
         raise ConfigError(f"{name} hides its sliding window in the mask, which packed attention does not build")
 
 
-# A walk over all modules takes as long as a layer of the forward: once per model, not per pack.
-_CONFIGS: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
-
-
 def _configs(model: torch.nn.Module) -> list[Any]:
-    """Every config object that a module of the model reads, parents before children; raises where one is unfit."""
-    if model not in _CONFIGS:
-        found: dict[int, Any] = {}
-        for module in model.modules():
-            if getattr(module, "_supports_attention_backend", None) is False:
-                raise ConfigError(
-                    f"{type(module).__name__} does not use transformers' attention interface, so it cannot be packed"
-                )
-            config = getattr(module, "config", None)
-            if config is not None and hasattr(config, "_attn_implementation"):
-                found.setdefault(id(config), config)
-        _CONFIGS[model] = list(found.values())
-    return _CONFIGS[model]
+    """Every config object that a module of the model reads, parents before children; raises where one is unfit.
+
+    Runs for every pack, since a layer may have been exchanged, so it is written to be quick: `model.modules()` and
+    `getattr` on a module take ten times as long.
+    """
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    todo: list[torch.nn.Module | None] = [model]
+    while todo:
+        module = todo.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        todo.extend(module._modules.values())
+        if getattr(type(module), "_supports_attention_backend", None) is False:
+            raise ConfigError(
+                f"{type(module).__name__} does not use transformers' attention interface, so it cannot be packed"
+            )
+        config = module.__dict__.get("config")
+        if config is not None and hasattr(config, "_attn_implementation"):
+            found.setdefault(id(config), config)
+    return list(found.values())
 
 
 def check_model(model: torch.nn.Module) -> list[Any]:
     """The model's config objects; raises where a pack would not give each sequence the model's own attention."""
     configs = _configs(model)
     for config in configs:
-        odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        layers: list[str] = []
+        for name in ("layer_types", "layers_block_type", "block_types"):  # recurrent models have names of their own
+            layers += getattr(config, name, None) or ()
+        odd = set(layers) - {"full_attention", "sliding_attention", "attention"}
         if odd:
             raise ConfigError(
                 f"{type(config).__name__} has layers of type {', '.join(sorted(odd))}: packed sequences would mix there"
             )
     return configs
+
+
+def lone_from(model: torch.nn.Module) -> int | None:
+    """The length over which a sequence must not share a pack, or None.
+
+    Rotary embeddings of type longrope and dynamic take other frequencies for every token of a forward once its longest
+    position is beyond this: in a pack, one long sequence would change the short ones.
+    """
+    config: Any = model.config
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kinds = [rope] if "rope_type" in rope or "type" in rope else [r for r in rope.values() if isinstance(r, dict)]
+    limits = [
+        int(kind.get("original_max_position_embeddings") or text.max_position_embeddings)
+        for kind in kinds
+        if kind.get("rope_type", kind.get("type")) in ("longrope", "dynamic")
+    ]
+    return min(limits) if limits else None
+
+
+_OPEN: WeakKeyDictionary[torch.nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -327,24 +356,32 @@ def packed_attention(
 
     Call `model(input_ids=[1, T], position_ids=packed_positions(lengths), attention_mask=None, use_cache=False)` inside.
     It is differentiable, also under gradient checkpointing; call `backward` inside, since recomputation attends again.
+    One thread at a time has a model open; others wait.
     """
     if not lengths or min(lengths) < 1:
         raise ConfigError(f"every packed sequence needs at least one token; got lengths {list(lengths)[:8]}")
     configs = check_model(model)
+    limit = lone_from(model) if len(lengths) > 1 else None
+    if limit is not None and max(lengths) > limit:
+        raise ConfigError(
+            f"a sequence of {max(lengths)} tokens cannot share a pack: beyond {limit} tokens this model's rotary "
+            "embedding changes for the whole pack; pack it alone"
+        )
     AttentionInterface.register(IMPLEMENTATION, _interface)
     pack = Pack(tuple(int(n) for n in lengths), collector)
-    before = [config._attn_implementation for config in configs]
     with _LOCK:
+        lock = _OPEN.setdefault(model, threading.RLock())
+    with lock:  # another thread's pack would change the configs under this one's layers
+        before = [config._attn_implementation for config in configs]
         outer = {id(config): _ACTIVE.get(id(config)) for config in configs}
         _ACTIVE.update(dict.fromkeys(outer, pack))
-    try:
-        for config in configs:
-            config._attn_implementation = IMPLEMENTATION
-        yield pack
-    finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation = name
-        with _LOCK:
+        try:
+            for config in configs:
+                config._attn_implementation = IMPLEMENTATION
+            yield pack
+        finally:
+            for config, name in zip(configs, before, strict=True):
+                config._attn_implementation = name
             for key, previous in outer.items():
                 if previous is None:
                     _ACTIVE.pop(key, None)

@@ -54,8 +54,8 @@ def make_plan(
     >>> plan.qmin_T.tolist(), plan.weight_T.tolist()
     ([6, 3, 3, 4, 6, 6], [0.0, 0.5, 0.5, 1.0, 0.5, 0.5])
     """
-    if delta < 1:
-        raise DataError(f"delta must be at least 1 (a step does not attend forward to itself); got {delta}")
+    if not isinstance(delta, int) or delta < 1:
+        raise DataError(f"delta must be at least 1 and whole (a step does not attend forward to itself); got {delta}")
     if key_reduce not in ("mean", "sum"):
         raise DataError(f"key_reduce must be 'mean' or 'sum'; got {key_reduce!r}")
     total = int(sum(lengths))
@@ -64,7 +64,7 @@ def make_plan(
     bounds, live = [np.zeros((0, 2), np.int32)], [np.zeros(0, bool)]
     offset = 0
     for row, (length, steps) in enumerate(zip(lengths, spans, strict=True)):
-        span = np.asarray(steps, np.int64).reshape(-1, 2)
+        span = _as_spans(row, steps)
         _check_spans(row, length, span)
         tokens = span[:, 1] - span[:, 0]
         inside = np.arange(tokens.sum()) + np.repeat(span[:, 0] - np.cumsum(tokens) + tokens, tokens) + offset
@@ -78,8 +78,20 @@ def make_plan(
     step = np.concatenate(bounds)
     size = (step[:, 1] - step[:, 0]).astype(np.float32)
     divisor = size if key_reduce == "mean" else np.ones_like(size)
-    counts = tuple(len(steps) for steps in spans)
+    counts = tuple(len(part) for part in live[1:])
     return Plan(tuple(map(int, lengths)), counts, qmin, weight, step, np.concatenate(live), divisor)
+
+
+def _as_spans(row: int, steps: Sequence[Span]) -> NDArray[np.int64]:
+    """The steps of one sequence as [steps, 2]; raises where they are not pairs of whole numbers."""
+    try:
+        span = np.asarray(steps) if len(steps) else np.zeros((0, 2), np.int64)
+        fit = span.ndim == 2 and span.shape[1] == 2 and span.dtype.kind in "iu"
+    except (TypeError, ValueError):
+        fit = False
+    if not fit:
+        raise DataError(f"sequence {row}: steps must be a list of (start, stop) token pairs; got {str(steps)[:80]}")
+    return span.astype(np.int64)
 
 
 def _check_spans(row: int, length: int, span: NDArray[np.int64]) -> None:

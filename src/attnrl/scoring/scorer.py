@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 from attnrl.errors import DataError
-from attnrl.scoring.entropy import logprobs_and_entropy
-from attnrl.scoring.fci import Sums, make_sums, run_body, split_steps
+from attnrl.scoring.entropy import check_head, logprobs_and_entropy
+from attnrl.scoring.fci import Sums, check_ids, make_sums, run_body, split_steps
+from attnrl.scoring.packed import lone_from
 from attnrl.scoring.plan import KeyReduce, make_plan
 from attnrl.types import ScoreRequest, Scores
 
@@ -38,7 +39,7 @@ class ScoreReport:
     tokens: int = 0
     packs: int = 0
     attention_kinds: set[str] = field(default_factory=set)
-    fci_kind: str = "off"
+    fci_kinds: set[str] = field(default_factory=set)
 
     @property
     def overhead(self) -> float:
@@ -48,7 +49,9 @@ class ScoreReport:
 
     def metrics(self) -> dict[str, float]:
         """The report as metrics `score/...`; the implementations that ran are keys with value 1."""
-        ran = [f"score/attention_{kind}" for kind in sorted(self.attention_kinds)] + [f"score/fci_{self.fci_kind}"]
+        ran = [f"score/attention_{kind}" for kind in sorted(self.attention_kinds)] + [
+            f"score/fci_{kind}" for kind in sorted(self.fci_kinds)
+        ]
         return {
             "score/seconds": self.seconds,
             "score/overhead": self.overhead,
@@ -61,14 +64,14 @@ class _Clock:
     """Time of the parts of a pack: CUDA events on a GPU, so that nothing waits; wall time elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self.device, self.cuda = device, device.type == "cuda"
         self.spans: list[tuple[Any, Any]] = []
 
     def _now(self) -> Any:
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     @contextmanager
@@ -84,8 +87,10 @@ class _Clock:
         return float(sum(b - a for a, b in self.spans))
 
 
-def bins_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices grouped into packs of at most `budget` tokens, longest first; a longer sequence has a pack of its own.
+def bins_by_budget(lengths: Sequence[int], budget: int, lone: int | None = None) -> list[list[int]]:
+    """Indices grouped into packs of at most `budget` tokens, longest first.
+
+    A sequence longer than the budget, or than `lone`, has a pack of its own.
 
     >>> bins_by_budget([3, 9, 5, 4], 8)
     [[1], [2, 0], [3]]
@@ -93,6 +98,10 @@ def bins_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if lone is not None and lengths[index] > lone:
+            bins.append([index])
+            room.append(0)
+            continue
         fits = next((b for b, left in enumerate(room) if left >= lengths[index]), None)
         if fits is None:
             bins.append([index])
@@ -122,21 +131,39 @@ def score(
     time. Each response is scored as if alone. With `fci=False` every step scores 0 and nothing is captured.
     Paper: Eq. 4-6.
     """
-    for index, request in enumerate(requests):
-        if not len(request.prompt) or not len(request.response):
-            raise DataError(f"request {index}: prompt and response need at least one token each")
+    _check(model, requests, temperature)
     lengths = [len(r.prompt) + len(r.response) for r in requests]
     report = report if report is not None else ScoreReport()
     results: list[Scores | None] = [None] * len(requests)
     with torch.no_grad(), Progress(disable=not progress, transient=True) as bar:
         task = bar.add_task("scoring", total=sum(lengths))
-        for members in bins_by_budget(lengths, token_budget):
+        for members in bins_by_budget(lengths, token_budget, lone_from(model)):
             pack = [requests[i] for i in members]
             scored = _score_pack(model, pack, delta, key_reduce, temperature, chunk, fci, report)
             for index, scores in zip(members, scored, strict=True):
                 results[index] = scores
             bar.advance(task, sum(lengths[i] for i in members))
     return [scores for scores in results if scores is not None]
+
+
+def _check(model: torch.nn.Module, requests: Sequence[ScoreRequest], temperature: float) -> None:
+    """Raise on bad input, naming the request, before anything runs."""
+    if not temperature > 0:
+        raise DataError(f"temperature must be above 0 to score log-probs; got {temperature}")
+    for index, request in enumerate(requests):
+        if not len(request.prompt) or not len(request.response):
+            raise DataError(f"request {index}: prompt and response need at least one token each")
+        ends = [0, *(step.stop for step in request.steps)]
+        for before, step in zip(ends, request.steps, strict=False):
+            if not before <= step.start < step.stop <= len(request.response):
+                raise DataError(
+                    f"request {index}: step ({step.start}, {step.stop}) must be non-empty, after the step before it "
+                    f"(ends at {before}) and within the {len(request.response)} response tokens"
+                )
+    check_ids(model, [r.prompt for r in requests], "prompt of request")
+    check_ids(model, [r.response for r in requests], "response of request")
+    if requests:
+        check_head(model)
 
 
 def _score_pack(
@@ -175,7 +202,7 @@ def _score_pack(
     report.tokens += len(ids_T)
     report.packs += 1
     report.attention_kinds |= state.kinds
-    report.fci_kind = sums.kind if sums is not None else "off"
+    report.fci_kinds |= sums.kinds if sums is not None else {"off"}
     counts = [len(r.response) for r in pack]
     return [
         Scores(np.ascontiguousarray(a), np.ascontiguousarray(b), np.ascontiguousarray(c))
