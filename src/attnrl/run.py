@@ -52,7 +52,8 @@ MAY_CHANGE = (  # keys that change no result, or only how far a run goes
     "verify.workers",
     "verify.memory_mb",
 )
-OURS = ("config.json", "config.tmp", "environment.json", "checkpoints", "forests", "lock", "tensorboard")
+TRACKED = ("tensorboard", "tracker_id", "wandb")
+OURS = ("config.json", "config.tmp", "environment.json", "checkpoints", "forests", "lock", *TRACKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +129,14 @@ class Run:
                 file.unlink()
 
 
-def open_run(path: Path, config: dict[str, Any], *, resume: bool) -> Run:
-    """A run directory, new or to be resumed; one that is in use, or holds something else, is refused.
+def check_run(path: Path, config: dict[str, Any], *, resume: bool) -> State | None:
+    """The state that a run in this directory would continue from; None where it would start at the beginning.
 
-    A directory in which nothing was recorded yet, because its run was stopped before that, counts as new.
+    Refuses a directory that holds something else, or a run that this config does not continue. Writes nothing. A
+    directory in which nothing was recorded yet, because its run was stopped before that, counts as new.
     """
-    recorded = (path / "metrics.jsonl").exists() or any((path / "checkpoints").glob("[0-9]*"))
+    run = Run(path)
+    recorded = run.metrics_file.exists() or bool(run.checkpoints)
     if recorded and not resume:
         raise ConfigError(f"--run-dir {path} already holds a run; add --resume to continue it, or choose another")
     if recorded:
@@ -142,6 +145,12 @@ def open_run(path: Path, config: dict[str, Any], *, resume: bool) -> Run:
             raise ConfigError(f"--run-dir {path} was started with other values of: {', '.join(wrong)}")
     elif path.is_dir() and (strange := sorted({p.name for p in path.iterdir()} - {*OURS})):
         raise ConfigError(f"--run-dir {path} holds no run but other things ({strange[0]}, ...); choose another")
+    return load_state(run.checkpoints[-1]) if run.checkpoints else None
+
+
+def open_run(path: Path, config: dict[str, Any], *, resume: bool) -> Run:
+    """A run directory, new or to be resumed; one that `check_run` refuses, or that is in use, is refused."""
+    check_run(path, config, resume=resume)
     try:
         for folder in ("checkpoints", "forests"):
             (path / folder).mkdir(parents=True, exist_ok=True)
@@ -161,6 +170,12 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """The metrics of a run directory, one dict an iteration; a last line torn by a kill is left out."""
     lines = (path / "metrics.jsonl").read_text().split("\n")
     return [json.loads(line) for line in lines[:-1]]
+
+
+def last_recorded(path: Path) -> int:
+    """The last iteration on record in a run directory; -1 where there is none."""
+    rows = read_metrics(path) if (path / "metrics.jsonl").exists() else []
+    return int(rows[-1]["iteration"]) if rows else -1
 
 
 def environment() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from attnrl.errors import MissingExtraError
 
@@ -18,13 +19,21 @@ def check_trackers(names: Sequence[str]) -> None:
         _need(name)
 
 
-def open_trackers(names: Sequence[str], run_dir: Path, config: dict[str, Any]) -> list[Observer]:
-    """One observer of metrics per tracker named; they see what a resumed run records anew once more."""
-    return [OPENERS[name](run_dir, config) for name in names]
+def open_trackers(
+    names: Sequence[str], run_dir: Path, config: dict[str, Any], *, kept: int = -1, recorded: int = -1
+) -> list[Observer]:
+    """One observer of metrics per tracker named.
+
+    A resumed run keeps its record up to iteration `kept` and makes those up to `recorded` once more; -1: none. No
+    tracker shows them twice: TensorBoard forgets the first ones, the others, which cannot forget, ignore the second.
+    """
+    return [OPENERS[name](run_dir, config, kept, recorded) for name in names]
 
 
-def _tensorboard(run_dir: Path, config: dict[str, Any]) -> Observer:
-    writer = _need("tensorboard").Writer(str(run_dir / "tensorboard"))
+def _tensorboard(run_dir: Path, config: dict[str, Any], kept: int, recorded: int) -> Observer:
+    folder = str(run_dir / "tensorboard")
+    _mark_start(folder, kept + 1)
+    writer = _need("tensorboard").Writer(folder)
 
     def mirror(metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -34,17 +43,46 @@ def _tensorboard(run_dir: Path, config: dict[str, Any]) -> Observer:
     return mirror
 
 
-def _trackio(run_dir: Path, config: dict[str, Any]) -> Observer:
-    return _wandb_like(_need("trackio"), run_dir, config)
+def _mark_start(folder: str, step: int) -> None:
+    """Say in the event files that a session starts at `step`: readers drop what earlier sessions hold from there on.
+
+    The first session says so too, since TensorBoard takes the first start it meets for no restart.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    writer = EventFileWriter(folder)
+    writer.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+    writer.close()
 
 
-def _wandb(run_dir: Path, config: dict[str, Any]) -> Observer:
-    return _wandb_like(_need("wandb"), run_dir, config)
+def _trackio(run_dir: Path, config: dict[str, Any], kept: int, recorded: int) -> Observer:
+    tracker, run = _need("trackio"), f"{run_dir.name}-{_run_id(run_dir)}"
+    tracker.init(project="attnrl", name=run, config=config, resume="allow")
+    return _after(recorded, tracker)
 
 
-def _wandb_like(tracker: Any, run_dir: Path, config: dict[str, Any]) -> Observer:
-    tracker.init(project="attnrl", name=run_dir.name, config=config)
-    return lambda metrics: tracker.log(metrics, step=int(metrics["iteration"]))
+def _wandb(run_dir: Path, config: dict[str, Any], kept: int, recorded: int) -> Observer:
+    tracker, run = _need("wandb"), _run_id(run_dir)
+    changes: dict[str, Any] = {"config": config, "allow_val_change": True}  # such as run.iterations
+    tracker.init(project="attnrl", name=run_dir.name, id=run, resume="allow", dir=str(run_dir), **changes)
+    return _after(recorded, tracker)
+
+
+def _after(recorded: int, tracker: Any) -> Observer:
+    def mirror(metrics: dict[str, float]) -> None:
+        if metrics["iteration"] > recorded:
+            tracker.log(metrics, step=int(metrics["iteration"]))
+
+    return mirror
+
+
+def _run_id(run_dir: Path) -> str:
+    """What a tracker knows the run by, however often it is resumed: two directories may have one name."""
+    file = run_dir / "tracker_id"
+    if not file.exists():
+        file.write_text(uuid4().hex[:8])
+    return file.read_text()
 
 
 def _need(name: str) -> Any:
@@ -56,7 +94,7 @@ def _need(name: str) -> Any:
         ) from error
 
 
-OPENERS: dict[str, Callable[[Path, dict[str, Any]], Observer]] = {
+OPENERS: dict[str, Callable[[Path, dict[str, Any], int, int], Observer]] = {
     "tensorboard": _tensorboard,
     "trackio": _trackio,
     "wandb": _wandb,

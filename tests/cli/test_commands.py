@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attnrl.cli import COMMANDS, run
+from attnrl.cli import COMMANDS, run, usage
 from attnrl.config import Config, load_config, presets
 
 
@@ -28,11 +29,20 @@ def test_help_lists_every_command_and_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command: str) -> None:
-    answer = attnrl(command, "--help")
+def test_every_command_explains_itself_in_80_columns(command: str) -> None:
+    ask = [sys.executable, "-m", "attnrl", command, "--help"]
+    environment = {**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
+    answer = subprocess.run(ask, capture_output=True, encoding="utf-8", check=False, env=environment)
     assert answer.returncode == 0, answer.stderr
-    assert len(answer.stdout.splitlines()) >= 1
-    assert "Traceback" not in answer.stderr
+    assert answer.stdout.startswith(f"attnrl {command}"), "how it is called"
+    assert f"\n  attnrl {command}" in answer.stdout, "an example"
+    assert max(map(len, answer.stdout.splitlines())) <= 80
+    for wrong in ("options options", ">>>", "usage:"):
+        assert wrong not in answer.stdout
+
+
+def test_the_list_of_commands_fits_80_columns() -> None:
+    assert max(map(len, usage().splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,24 @@ from attnrl import __version__
 from attnrl.errors import AttnRLError
 
 COMMANDS = {
-    "demo": "train a tiny model with AttnRL on this machine and show that it got better",
+    "demo": "train a tiny model on this machine and show that it got better",
     "train": "train a policy: attnrl train PRESET --run-dir D",
-    "eval": "pass@1 and pass@k on benchmarks, from a model or from stored responses",
+    "eval": "pass@1 and pass@k of a model, or of stored responses",
     "score": "FCI, entropy and branch points of every step of stored responses",
     "verify": "grade a file of responses against reference answers",
     "warmup": "supervised warm-up of a small model on made-up task solutions",
-    "data": "report on data files: duplicates, conflicting answers, benchmark problems in them",
+    "data": "report on data files: duplicates, conflicts, benchmark problems",
     "tasks": "write made-up reasoning tasks to a file",
     "report": "write the HTML report of a run directory",
     "config": "print the resolved config of a preset",
     "presets": "list the presets",
+}
+
+
+GO_ON = {  # what to do after an interruption
+    "demo": "; the same command goes on from the newest checkpoint",
+    "train": "; the same command with --resume goes on from the newest checkpoint",
+    "eval": "; the same command goes on where this one stopped",
 }
 
 
@@ -35,9 +42,11 @@ def usage() -> str:
         [
             f"attnrl {__version__}: process-supervised RL that branches where later text attends",
             "",
-            "usage: attnrl COMMAND [options]        attnrl COMMAND --help explains one command",
+            "usage: attnrl COMMAND [options]      attnrl COMMAND --help explains one command",
             "",
             *lines,
+            "",
+            "begin with `attnrl demo`",
         ]
     )
 
@@ -63,7 +72,7 @@ def run(argv: list[str]) -> int:
         print(f"attnrl {argv[0]}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        print(f"stopped{GO_ON.get(argv[0], '')}", file=sys.stderr)
         return 130
 
 

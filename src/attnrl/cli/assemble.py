@@ -13,7 +13,8 @@ from attnrl.algo.parts import bind
 from attnrl.algo.steps import SEGMENTERS
 from attnrl.cli.flags import show
 from attnrl.config import Config
-from attnrl.errors import ConfigError, DataError
+from attnrl.errors import ConfigError, DataError, MissingFileError
+from attnrl.run import Run
 from attnrl.types import Ids, Sampling, Verdict
 
 if TYPE_CHECKING:
@@ -196,10 +197,20 @@ def build_evaluate(
     return measure
 
 
-def model_path(config: Config) -> str:
-    """Where the policy is: "demo" names the tiny model that comes with attnrl."""
-    if config.model.path != "demo":
-        return config.model.path
+def model_path(name: str) -> str:
+    """Where a model is: "demo" names the tiny one that comes with attnrl."""
+    if name != "demo":
+        return name
     from importlib import resources
 
     return str(Path(str(resources.files("attnrl"))) / "assets" / "demo_model")
+
+
+def newest_model(name: str) -> str:
+    """Where a model is, a run directory standing for its newest checkpoint."""
+    if not (Path(name) / "checkpoints").is_dir():
+        return model_path(name)
+    found = Run(Path(name)).checkpoints
+    if not found:
+        raise MissingFileError(f"{name}: a run directory without a checkpoint yet; give a model, or wait for one")
+    return str(found[-1] / "model")

@@ -1,7 +1,13 @@
-"""attnrl config PRESET [--section.key VALUE ...]: print the resolved config of a preset.
+"""attnrl config PRESET [--section.key VALUE ...]
 
-PRESET is a name from `attnrl presets`, or the path of a TOML file with the keys below. What is printed is TOML and
-can be saved as a preset of your own; a file may name another preset as its `base` and hold only what differs.
+Prints the resolved config of a preset. PRESET is a name from `attnrl presets`,
+or the path of a TOML file with the keys below. What is printed is TOML and can
+be saved as a preset of your own; a file may name another preset as its `base`
+and hold only what differs.
+
+Examples:
+  attnrl config demo
+  attnrl config attnrl_1p5b --algo.points 3 > mine.toml
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from attnrl.errors import ConfigError
 
 def main(argv: list[str]) -> int:
     if wants_help(argv):
-        show(f"{__doc__}\nkeys, with their values in attnrl_1p5b:\n\n{describe_keys()}")
+        show(f"{__doc__}\nKeys, with their values in attnrl_1p5b:\n\n{describe_keys()}")
         return 0
     words, flags = parse(argv)
     if len(words) != 1:

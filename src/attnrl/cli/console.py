@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-HEADER = "iteration prompts accuracy valid samples length entropy     kl gradient tokens/s    eta"
+HEADER = " prompts accuracy valid samples length entropy     kl  grad  tok/s    eta"  # after the iteration
 
 
 def console_line(iterations: int, console: Console | None = None) -> Callable[[dict[str, float]], None]:
@@ -21,7 +21,7 @@ def console_line(iterations: int, console: Console | None = None) -> Callable[[d
         evaluated = {k: v for k, v in metrics.items() if k.startswith("eval/") and k.endswith("/pass@1")}
         if "train/samples" in metrics:
             if lines % 20 == 0:
-                out.print(HEADER, style="bold", soft_wrap=True)
+                out.print(" " * len(f"{iterations}/{iterations}") + HEADER, style="bold", soft_wrap=True)
             if lines == 0:  # the clock starts with the iteration that this line ends, whatever came before
                 first, start = done - 1, time.monotonic() - metrics.get("seconds/iteration", 0.0)
             lines += 1
@@ -39,18 +39,19 @@ def console_line(iterations: int, console: Console | None = None) -> Callable[[d
 def _line(m: dict[str, float], done: int, iterations: int, left: float) -> str:
     speed = m.get("generate/tokens", 0.0) / max(m.get("seconds/generate", 0.0), 1e-9)
     return (
-        f"{f'{done}/{iterations}':>9}{m.get('batch/prompts', 0):>8.0f}{m.get('trunks/accuracy', 0):>9.1%}"
+        f"{done:>{len(str(iterations))}}/{iterations}"
+        f"{m.get('batch/prompts', 0):>8.0f}{m.get('trunks/accuracy', 0):>9.1%}"
         f"{m.get('both/valid', m.get('trunks/valid', 0)):>6.0%}{m.get('train/samples', 0):>8.0f}"
         f"{m.get('generate/length', 0):>7.0f}{m.get('policy/entropy', float('nan')):>8.3f}"
-        f"{m.get('policy/kl', float('nan')):>7.4f}{m.get('policy/grad_norm', float('nan')):>9.3f}{speed:>9.0f}"
-        f"{_span(left):>7}"
+        f"{m.get('policy/kl', float('nan')):>7.4f}{m.get('policy/grad_norm', float('nan')):>6.2f}{speed:>7.0f}"
+        f"{time_span(left):>7}"
     )
 
 
-def _span(seconds: float) -> str:
+def time_span(seconds: float) -> str:
     """Seconds for people.
 
-    >>> _span(75), _span(7300)
+    >>> time_span(75), time_span(7300)
     ('1m15s', '2h01m')
     """
     whole = round(seconds)

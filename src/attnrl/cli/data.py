@@ -1,4 +1,16 @@
-"""attnrl data: a report on data files before training on them."""
+"""attnrl data FILE ... [--against NAME ...] [--clean FILE.jsonl]
+
+Reports on data files before training on them: rows, layout, empty answers,
+duplicates, conflicting and leaked answers, and benchmark problems among them,
+each with its rows (counted from 0).
+
+A FILE is parquet, json, jsonl (also .gz), a directory, or a hub data set such
+as openai/gsm8k or hf:openai/gsm8k/main:test.
+
+Examples:
+  attnrl data train.parquet --against aime24 math500
+  attnrl data train.parquet --against all --clean clean.jsonl
+"""
 
 from __future__ import annotations
 
@@ -11,6 +23,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from attnrl.cli.flags import read_flags, unset
 from attnrl.data.audit import Duplicate, Overlap, clean, contamination, duplicates, leaks
 from attnrl.data.benchmarks import BENCHMARKS, load_benchmark
 from attnrl.data.records import Record, Records, load_records
@@ -19,22 +32,17 @@ from attnrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Report on data files: rows, layout, empty answers, duplicates, conflicting and leaked answers, and benchmark
-    problems among them, each with its rows (counted from 0).
+    """The flags of `attnrl data`."""
 
-    A FILE is parquet, json, jsonl (also .gz), a directory, or a hub data set such as openai/gsm8k or
-    hf:openai/gsm8k/main:test. Example: attnrl data train.parquet --against aime24 math500
-    """
-
-    files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE...")]
+    files: Annotated[tyro.conf.Positional[tuple[str, ...]], unset("FILE ...")]
     """Files or data sets to report on."""
-    against: tuple[str, ...] = ()
+    against: Annotated[tuple[str, ...], unset("NAME ...")] = ()
     """Benchmarks (aime24, aime25, amc23, math500, minerva, olympiad, gsm8k; or all) or files that no row may repeat."""
     split: str = "train"
     """Split to take of a directory or hub data set."""
-    clean: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
+    clean: Annotated[Path | None, unset("FILE.jsonl")] = None
     """Write the rows worth training on here: no contamination, no leaked or conflicting answers, one copy of each."""
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
+    json: Annotated[Path | None, unset("FILE.json")] = None
     """Write the report here as JSON, with every row number."""
     rows: int = 12
     """Row numbers to show for each finding; 0 shows all."""
@@ -42,7 +50,7 @@ class Options:
 
 def main(argv: list[str]) -> int | None:
     """Print the report; with --clean write the rows worth keeping."""
-    options = tyro.cli(Options, args=argv, prog="attnrl data")
+    options = read_flags(Options, argv, str(__doc__))
     evals = [record for name in _names(options.against) for record in _benchmark(name, options.split)]
     if not options.files:
         raise ConfigError("name at least one file or hub data set; `attnrl data --help` shows how")

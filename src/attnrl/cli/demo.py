@@ -1,25 +1,38 @@
-"""attnrl demo [PRESET ...] [--output DIR]: train a tiny model on this machine and show that it got better.
+"""attnrl demo [PRESET ...] [--output DIR] [--section.key VALUE ...]
 
-Takes the small model that comes with attnrl, measures it on held-out problems, trains it with AttnRL on made-up
-arithmetic tasks, measures it again, prints a table and writes a report you open in a browser. A few minutes on two
-cores, no GPU, no download. Further presets (demo_grpo, demo_treerl) are trained one after the other and compared.
+Trains a tiny model on this machine and shows that it got better: measures the
+model that comes with attnrl on held-out problems, trains it with AttnRL on
+made-up arithmetic tasks, measures it again, prints a table and writes a report
+for the browser. A few minutes on two cores, no GPU, no download. Further
+presets (demo_grpo, demo_treerl) are trained one after the other and compared.
 
-  attnrl demo                                   AttnRL alone, into runs/demo
-  attnrl demo demo demo_grpo demo_treerl        the three methods side by side
+A demo that was stopped goes on when the same command is given again. One that
+is finished is kept: the next goes into DIR-2, and so on.
+
+--output DIR          where it is written; by default runs/demo
+--section.key VALUE   any key of the config: `attnrl config --help`
+
+Examples:
+  attnrl demo                              AttnRL alone
+  attnrl demo demo demo_grpo demo_treerl   three methods side by side
+  attnrl demo --run.iterations 3           a quick look
 """
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from attnrl.cli.console import time_span
 from attnrl.cli.flags import parse, show, wants_help
-from attnrl.cli.train import run_training
-from attnrl.config import load_config
+from attnrl.cli.train import finished_note, run_training
+from attnrl.config import Config, load_config
 from attnrl.errors import ConfigError
-from attnrl.run import read_metrics
+from attnrl.run import check_run, read_metrics
 
 HELD_OUT = "eval/tasks/pass@1"
 
@@ -32,15 +45,15 @@ def main(argv: list[str]) -> int:
     names = words or ["demo"]
     output = Path(flags.pop("output", "runs/demo"))
     configs = {name: load_config(name, flags) for name in names}
-    if output.exists() and any(output.iterdir()):
-        output = _next_free(output)
-        show(f"writing into {output}: earlier results are kept")
+    place = choose_place(output, configs)
+    if place != output:
+        show(f"{output} is kept (finished, or other settings): writing into {place}")
     for name, config in configs.items():
-        run_training(config, output / name, resume=False)
+        run_training(config, place / name, resume=True)
     from attnrl.analysis.report import write_report
 
-    runs = [output / name for name in names]
-    report = write_report(runs, output / "report.html")
+    runs = [place / name for name in names]
+    report = write_report(runs, place / "report.html")
     Console().print(summary(runs))
     show(f"report: {report}")
     return 0
@@ -48,9 +61,11 @@ def main(argv: list[str]) -> int:
 
 def summary(runs: list[Path]) -> Table:
     """Held-out accuracy before and after, with its 95 % interval, of each run."""
-    table = Table(title="held-out accuracy in percent, at the temperature of training, with 95 % interval")
-    for column in ("preset", "before", "after", "points", "tokens", "seconds"):
-        table.add_column(column, justify="left" if column == "preset" else "right")
+    title = "held-out accuracy in percent (95 % interval), temperature as in training"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("preset", overflow="fold")
+    for column in ("before", "after", "points", "tokens", "time"):
+        table.add_column(column, justify="right", no_wrap=True)
     for run in runs:
         metrics = read_metrics(run)
         measured = [m for m in metrics if HELD_OUT in m]
@@ -64,7 +79,7 @@ def summary(runs: list[Path]) -> Table:
             _interval(last),
             f"{100 * (last[HELD_OUT] - first[HELD_OUT]):+.1f}",
             f"{last['generate/total_tokens'] / 1e6:.2f}M",
-            f"{seconds:.0f}",
+            time_span(seconds),
         )
     return table
 
@@ -74,5 +89,17 @@ def _interval(metrics: dict[str, float]) -> str:
     return f"{100 * metrics[HELD_OUT]:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
-def _next_free(path: Path) -> Path:
-    return next(p for i in range(2, 10_000) if not (p := path.with_name(f"{path.name}-{i}")).exists())
+def choose_place(output: Path, configs: dict[str, Config]) -> Path:
+    """The first of DIR, DIR-2, ... that is free, or holds a demo of these settings that was stopped."""
+    places = (output if i == 1 else output.with_name(f"{output.name}-{i}") for i in count(1))
+    return next(p for p in places if not p.exists() or not any(p.iterdir()) or _was_stopped(p, configs))
+
+
+def _was_stopped(place: Path, configs: dict[str, Config]) -> bool:
+    """Whether the runs of a place are of these settings and not all finished."""
+    try:
+        states = {n: check_run(place / n, c.model_dump(mode="json"), resume=True) for n, c in configs.items()}
+    except ConfigError:
+        return False
+    finished = [state is not None and finished_note(state, configs[name]) for name, state in states.items()]
+    return any((place / name).is_dir() for name in configs) and not all(finished)

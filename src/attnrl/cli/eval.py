@@ -1,4 +1,24 @@
-"""attnrl eval: pass@1 and pass@k on benchmarks, from a model or from stored responses; and the comparison of two."""
+"""attnrl eval --model MODEL --output DIR [--benchmarks NAME,NAME]
+
+pass@1 and pass@k on benchmarks, from a model or from stored responses, with
+95 % intervals; and the paired difference of two evaluations.
+
+With --model: draw, grade, report. The output directory gets responses.jsonl (as
+they come), problems.parquet, results.json and results.md. The same command
+goes on after an interruption.
+
+A model that attnrl trained is evaluated as its run was: "demo", a run directory
+(its newest checkpoint) or a checkpoint in it take benchmarks, task settings and
+sampling from the run's config, and a model of `attnrl warmup` takes its tasks.
+Flags overrule it. Any other model gets the paper's settings, shown below.
+
+Examples:
+  attnrl eval --model demo --output results/demo
+  attnrl eval --model runs/demo/demo --output results/trained
+  attnrl eval --compare results/demo results/trained
+  attnrl eval --model M --benchmarks aime24,math500 --output results/m
+  attnrl eval --responses responses.jsonl --k 1 8
+"""
 
 from __future__ import annotations
 
@@ -6,18 +26,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from attnrl.cli.flags import read_flags, show, unset
 from attnrl.cli.tasks import TaskFlags
 from attnrl.data.benchmarks import BENCHMARKS, SIX, load_benchmark
 from attnrl.data.prompts import TEMPLATE
 from attnrl.errors import ConfigError, DataError, MissingFileError
 
 if TYPE_CHECKING:
+    from attnrl.config import Config
     from attnrl.data.records import Record
     from attnrl.evaluation import Report
     from attnrl.types import Prompt
@@ -25,30 +48,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalFlags:
-    """Evaluate a model, grade stored responses, or compare two evaluations.
+    """The flags of `attnrl eval`."""
 
-    attnrl eval --model M --benchmarks aime24,math500 --output DIR: draw, grade, report. Run it again to continue.
-
-    attnrl eval --responses FILE.jsonl --k 1 8: grade stored responses, no model needed.
-
-    attnrl eval --compare DIR_A DIR_B: paired difference with its interval.
-
-    The output directory gets responses.jsonl (as they come), problems.parquet, results.json and results.md.
-    """
-
-    model: str | None = None
-    """Hugging Face model: a directory or a hub name."""
-    responses: Path | None = None
+    model: Annotated[str | None, unset("MODEL")] = None
+    """Directory or hub name of a Hugging Face model, a run directory, or "demo" (comes with attnrl)."""
+    responses: Annotated[Path | None, unset("FILE")] = None
     """File of stored responses (jsonl, json, parquet) with response and gold, or benchmark and row."""
-    compare: tuple[Path, Path] | None = None
+    compare: Annotated[tuple[Path, Path] | None, unset("DIR_A DIR_B")] = None
     """Two output directories A and B; prints B - A per benchmark, paired by problem."""
     benchmarks: str = ",".join(SIX)
     """Names, separated by commas: known benchmarks, data files, "tasks" (made-up ones), or gym:NAME (reasoning-gym)."""
-    data_dir: Path | None = None
+    data_dir: Annotated[Path | None, unset("DIR")] = None
     """Directory with the benchmark files; by default $ATTNRL_DATA, then the hub."""
-    samples: int | None = None
+    samples: Annotated[int | None, unset("INT")] = None
     """Responses per problem; by default each benchmark's own number (4 for files and tasks)."""
-    k: tuple[int, ...] = (1,)
+    k: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT ...")] = (1,)
     """The k of pass@k; at most the number of samples."""
     temperature: float = 0.6
     """Softmax temperature; 0 is greedy."""
@@ -58,9 +72,9 @@ class EvalFlags:
     """Response limit. A response cut off by it counts as wrong."""
     seed: int = 0
     """Seed of sampling and of the bootstrap."""
-    output: Path | None = None
+    output: Annotated[Path | None, unset("DIR")] = None
     """Output directory; needed with --model."""
-    template: str | None = None
+    template: Annotated[str | None, unset("TEXT")] = None
     """Text around {problem}; by default the paper's, and the bare problem for made-up tasks."""
     max_prompt_tokens: int = 4096
     """A longer prompt is an error: leaving problems out would change the benchmark."""
@@ -82,7 +96,11 @@ class EvalFlags:
 
 
 def main(argv: list[str]) -> int:
-    flags = tyro.cli(EvalFlags, args=argv, prog="attnrl eval")
+    flags = read_flags(EvalFlags, argv, str(__doc__))
+    if flags.model is not None and (known := known_settings(flags.model)):
+        where, default = known
+        show(f"settings from {where} where no flag says otherwise")
+        flags = read_flags(EvalFlags, argv, str(__doc__), default)
     chosen = [name for name in ("model", "responses", "compare") if getattr(flags, name) is not None]
     if len(chosen) != 1:
         raise ConfigError(
@@ -94,9 +112,51 @@ def main(argv: list[str]) -> int:
     return {"model": evaluate_model, "responses": evaluate_stored, "compare": compare_two}[chosen[0]](flags)
 
 
+def known_settings(model: str) -> tuple[str, EvalFlags] | None:
+    """Where it is written how a model is evaluated, and the flags that say so; None for a model from elsewhere."""
+    from attnrl.config import Config, load_config
+
+    path = Path(model)
+    inside = path.is_dir() and path.absolute().match("checkpoints/*/model")
+    run = path.absolute().parents[2] if inside else path
+    if model == "demo":
+        return "preset demo", flags_of(load_config("demo"))
+    if (run / "checkpoints").is_dir() and (file := run / "config.json").is_file():
+        return str(file), flags_of(Config.model_validate_json(file.read_text("utf-8")))
+    if (file := path / "warmup.json").is_file():
+        made = json.loads(file.read_text("utf-8"))
+        tasks, temperature = TaskFlags(**made["task"]), made["options"]["temperature"]
+        return str(file), EvalFlags(
+            benchmarks="tasks", tasks=tasks, temperature=temperature, top_p=1.0, max_tokens=1024
+        )
+    return None
+
+
+def flags_of(config: Config) -> EvalFlags:
+    """The flags of an evaluation as a run with this config makes it."""
+    wanted, tasks = config.evaluation, config.data.tasks.model_dump()
+    return EvalFlags(
+        benchmarks=",".join(wanted.benchmarks),
+        data_dir=Path(config.data.directory) if config.data.directory is not None else None,
+        samples=wanted.samples,
+        k=wanted.ks,
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        max_tokens=wanted.max_response_tokens,
+        template=config.data.template,
+        grade_truncated=config.algo.grade_truncated,
+        rows=config.sampling.rows,
+        device=config.model.device,
+        dtype=config.model.dtype,
+        task_count=wanted.tasks,
+        task_seed=tasks.pop("seed"),
+        tasks=TaskFlags(**tasks),
+    )
+
+
 def evaluate_model(flags: EvalFlags) -> int:
     """Draw, grade and report. Everything that can be wrong with the flags is found before the model loads."""
-    from attnrl.cli.assemble import decoder
+    from attnrl.cli.assemble import decoder, newest_model
     from attnrl.evaluation import check_samples, evaluate
     from attnrl.types import Sampling
     from attnrl.verify import Verifier
@@ -106,6 +166,7 @@ def evaluate_model(flags: EvalFlags) -> int:
         raise ConfigError(
             "--output DIR is needed with --model: responses are kept there, so that a killed run continues"
         )
+    model = newest_model(flags.model)
     names = [name.strip() for name in flags.benchmarks.split(",") if name.strip()]
     samples = {label(name): flags.samples or default_samples(name) for name in names}
     if len(samples) < len(names):
@@ -114,9 +175,8 @@ def evaluate_model(flags: EvalFlags) -> int:
     records = {label(name): load(name, flags) for name in names}
     from attnrl.local import BackendOptions, load_backend  # torch: only once the flags are known to be right
 
-    backend, tokenizer = load_backend(
-        flags.model, device=flags.device, dtype=flags.dtype, options=BackendOptions(rows=flags.rows)
-    )
+    options = BackendOptions(rows=flags.rows)
+    backend, tokenizer = load_backend(model, device=flags.device, dtype=flags.dtype, options=options)
     prompts = {label(name): render(records[label(name)], tokenizer, name, flags) for name in names}
     with Verifier() as verifier:
         report = evaluate(
@@ -130,7 +190,7 @@ def evaluate_model(flags: EvalFlags) -> int:
             seed=flags.seed,
             ks=flags.k,
             out_dir=flags.output,
-            settings={"model": flags.model, "dtype": flags.dtype},
+            settings={"model": "demo" if flags.model == "demo" else model, "dtype": flags.dtype},
             chunk=flags.chunk,
             grade_truncated=flags.grade_truncated,
             progress=True,
@@ -238,10 +298,10 @@ def show_report(report: Report, output: Path | None) -> None:
 
 
 def show_table(title: str, rows: Sequence[Sequence[str]]) -> None:
-    """A table on screen; wide enough for its content when the output is no terminal."""
-    table = Table(title=title, title_justify="left")
+    """A table on screen, intervals below their numbers where it is narrow; as wide as need be where there is none."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, name in enumerate(rows[0]):
-        table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
+        table.add_column(name, justify="left" if number == 0 else "right", no_wrap=not name.startswith("pass@"))
     for row in rows[1:]:
         table.add_row(*row, end_section=False)
     console = Console()

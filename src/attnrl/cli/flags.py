@@ -1,14 +1,22 @@
-"""Dotted flags over a config: `--algo.points 3` or `--algo.points=3`."""
+"""Flags of two kinds: dotted ones over a config (`--algo.points 3`), and those of a dataclass, read by tyro."""
 
 from __future__ import annotations
 
+import io
+import shutil
 import sys
+import textwrap
 import tomllib
 from collections.abc import Sequence
-from typing import Any
+from contextlib import redirect_stdout, suppress
+from typing import Any, TypeVar
+
+import tyro
 
 from attnrl.config import keys, load_config
 from attnrl.errors import ConfigError
+
+Flags = TypeVar("Flags")
 
 
 def parse(
@@ -54,15 +62,44 @@ def toml_value(text: str) -> Any:
         return text
 
 
+def read_flags(kind: type[Flags], argv: Sequence[str], about: str, default: Flags | None = None) -> Flags:
+    """The flags of a command as a `kind`; `--help` prints what it is about, then the flags, and ends the program."""
+    prog = " ".join(about.split()[:2])
+    if wants_help(argv):
+        listed = io.TextIOWrapper(io.BytesIO(), sys.stdout.encoding)  # tyro draws what the terminal can show
+        with redirect_stdout(listed), suppress(SystemExit):
+            tyro.cli(kind, args=["--help"], prog=prog, description=" ")
+        listed.seek(0)
+        show(f"{about}\n{listed.read().partition(chr(10))[2].strip()}")  # without tyro's line of usage
+        raise SystemExit(0)
+    if default is None:
+        return tyro.cli(kind, args=argv, prog=prog)
+    return tyro.cli(kind, args=argv, prog=prog, default=default)
+
+
+def unset(metavar: str) -> Any:
+    """A flag that is None where it is not given: tyro need not say so."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
 def describe_keys(preset: str = "attnrl_1p5b") -> str:
-    """Every key of the config with its value in `preset` and its line of documentation."""
+    """Every key of the config with its value in `preset` and its line of documentation, as wide as the terminal."""
     values = load_config(preset).model_dump(mode="json")
+    width = min(shutil.get_terminal_size().columns, 120)
     lines = []
     for key, about in keys().items():
         value: Any = values
         for part in key.split("."):
             value = value[part]
-        lines.append(f"  --{key} {value!r}\n        {about}")
+        for first, text in (("  ", f"--{key} {value!r}"), (" " * 8, about)):
+            lines += textwrap.wrap(
+                text,
+                width,
+                initial_indent=first,
+                subsequent_indent=" " * 8,
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
     return "\n".join(lines)
 
 

@@ -1,4 +1,13 @@
-"""attnrl presets: list the presets that come with attnrl, one line each."""
+"""attnrl presets
+
+Lists the presets that come with attnrl, one line each: the paper's runs, its
+ablations, rival methods, and demos for small machines. They are what `attnrl
+train` and `attnrl config` take.
+
+Examples:
+  attnrl presets
+  attnrl config demo      what is in one of them
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""attnrl score: FCI, entropy and branch points of every step of stored responses."""
+"""attnrl score --model MODEL --input FILE --output FILE.parquet
+
+FCI, entropy and branch points of every step of stored responses.
+
+Each line of the input is a JSON object with `prompt` and `response` (text), or
+`prompt_ids` and `response_ids`. The output has one row per step: row (input
+line, from 0), step, start, stop (token range in the response), text, fci,
+entropy (mean over the step's tokens, nats), position_null (the FCI of uniform
+attention) and branch_point.
+
+Examples:
+  attnrl score --model Qwen/Qwen3-0.6B --input responses.jsonl \\
+    --output scores.parquet
+  attnrl score --model demo --input responses.jsonl --output scores.parquet
+"""
 
 from __future__ import annotations
 
@@ -8,11 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import tyro
 from rich.console import Console
 
 from attnrl.algo.branching import fci as fci_rule
 from attnrl.algo.steps import blank_lines
+from attnrl.cli.assemble import newest_model
+from attnrl.cli.flags import read_flags
 from attnrl.cli.lines import read_lines
 from attnrl.errors import ConfigError, DataError, MissingFileError
 from attnrl.types import Ids, Prompt, Rollout, ScoreRequest, Scores, Trunk, Verdict, as_ids
@@ -25,17 +40,11 @@ FIELDS = "the fields are prompt and response (text), or prompt_ids and response_
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """FCI, entropy and branch points of every step of stored responses.
-
-    Each line of the input is a JSON object with `prompt` and `response` (text), or `prompt_ids` and `response_ids`. The
-    output has one row per step: row (input line, from 0), step, start, stop (token range in the response), text, fci,
-    entropy (mean over the step's tokens, nats), position_null (the FCI of uniform attention) and branch_point.
-
-    Example: attnrl score --model Qwen/Qwen3-0.6B --input responses.jsonl --output scores.parquet
-    """
+    """The flags of `attnrl score`."""
 
     model: str
-    """A Hugging Face model: directory or hub name."""
+    """Directory or hub name of a Hugging Face model; "demo" (comes with attnrl); or a run directory: its newest
+    checkpoint."""
     input: Path
     """JSON lines, plain or .gz."""
     output: Path
@@ -183,7 +192,7 @@ def _check(options: Options) -> None:
 
 
 def main(argv: list[str]) -> int:
-    options = tyro.cli(Options, args=argv, prog="attnrl score")
+    options = read_flags(Options, argv, str(__doc__))
     _check(options)
     rows = read_rows(options.input)
     import pyarrow.parquet as pq
@@ -193,7 +202,7 @@ def main(argv: list[str]) -> int:
     from attnrl.scoring import ScoreReport, score
 
     console = Console()
-    model, tokenizer = load_model(options.model, device=options.device, dtype=options.dtype)
+    model, tokenizer = load_model(newest_model(options.model), device=options.device, dtype=options.dtype)
     token_texts = TokenTexts(tokenizer)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     requests = []
@@ -227,7 +236,7 @@ def _summary(
     kinds = "+".join(sorted(report.attention_kinds))
     lines = [
         f"{len(scored)} responses, {steps} steps, {report.tokens} tokens in {report.seconds:.1f} s "
-        f"({report.tokens / max(report.seconds, 1e-9):.0f} tokens/s; attention {kinds}, FCI {report.fci_kind})",
+        f"({report.tokens / max(report.seconds, 1e-9):.0f} tokens/s; attention {kinds}, FCI {', '.join(sorted(report.fci_kinds))})",
         f"rank correlation of FCI with step position {position:+.3f}, with the position null {null:+.3f} "
         "(mean over responses)",
         f"one row per step in {options.output}",

@@ -1,16 +1,29 @@
-"""attnrl tasks: write made-up reasoning tasks to a file."""
+"""attnrl tasks --output FILE.jsonl [--split test] [--count N]
+
+Writes made-up reasoning tasks: arithmetic word problems over a dependency
+graph, with worked solutions.
+
+One JSON object a line: problem, answer, solution, operations, difficulty,
+split. A task depends on the settings, the split, the seed and its number alone.
+Train and test share no problem, whatever the two seeds.
+
+Example:
+  attnrl tasks --split test --count 200 --operations 2 6 --modulus 11 \\
+    --output test.jsonl
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
 from rich.progress import track
 
+from attnrl.cli.flags import read_flags
 from attnrl.data.task_graph import Kind, TaskSpec
 from attnrl.errors import ConfigError, MissingFileError
 
@@ -40,11 +53,11 @@ class TaskFlags:
     plan_entries: int = 3
     """Quantities per step of a solution's plan."""
     wording: Literal["sentences", "list", "equations"] = "sentences"
-    """How problems read; a list costs fewer prompt tokens."""
-    kinds: tuple[Kind, ...] = ("more", "fewer", "times", "plus", "minus")
-    """Operations in use."""
+    """How problems read: a list costs fewer prompt tokens; equations are easiest for small models."""
+    kinds: Annotated[tuple[Kind, ...], tyro.conf.arg(metavar="KIND ...")] = ("more", "fewer", "times", "plus", "minus")
+    """Operations in use: more, fewer, times, plus, minus."""
     names: int = 40
-    """Size of the vocabulary of names."""
+    """Size of the vocabulary of names, at most 40."""
 
     def spec(self) -> TaskSpec:
         return TaskSpec(**{name: getattr(self, name) for name in self.__dataclass_fields__})
@@ -52,13 +65,7 @@ class TaskFlags:
 
 @dataclass(frozen=True)
 class TasksFlags:
-    """Write made-up reasoning tasks: arithmetic word problems over a dependency graph, with worked solutions.
-
-    One JSON object a line: problem, answer, solution, operations, difficulty, split. A task depends on the settings,
-    the split, the seed and its number alone. Train and test share no problem, whatever the two seeds.
-
-    Example: attnrl tasks --split test --count 200 --output test.jsonl --operations 2 6 --modulus 11
-    """
+    """The flags of `attnrl tasks`."""
 
     output: Path
     """File to write (.jsonl)."""
@@ -74,7 +81,7 @@ class TasksFlags:
 def main(argv: list[str]) -> int:
     from attnrl.data.tasks import different_tasks
 
-    flags = tyro.cli(TasksFlags, args=argv, prog="attnrl tasks")
+    flags = read_flags(TasksFlags, argv, str(__doc__))
     if flags.count < 1:
         raise ConfigError(f"--count {flags.count}: must be at least 1")
     if not flags.output.parent.is_dir():

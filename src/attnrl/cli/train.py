@@ -1,11 +1,21 @@
-"""attnrl train PRESET --run-dir D [--iterations N] [--seed S] [--resume] [--section.key VALUE ...]
+"""attnrl train PRESET --run-dir DIR [--resume] [--section.key VALUE ...]
 
-Trains a policy and writes a run directory: resolved config, metrics.jsonl, forests in parquet, checkpoints in Hugging
-Face format. `--resume` continues a run that was stopped or killed from its newest checkpoint, exactly. PRESET is a
-name from `attnrl presets` or the path of a TOML file; `attnrl config --help` explains every key.
+Trains a policy and writes a run directory: resolved config, metrics.jsonl,
+forests in parquet, checkpoints in Hugging Face format.
 
-  attnrl train demo --run-dir runs/demo                    the laptop demo: a tiny model on made-up tasks
-  attnrl train attnrl_1p5b --run-dir runs/a --algo.points 3 --update.microbatch_tokens 32768
+PRESET       a name from `attnrl presets`, or the path of a TOML file
+--run-dir    the run directory; it must be new, or --resume given
+--resume     go on from the newest checkpoint of a run that was stopped or
+             killed, exactly as if it had not been; a finished run is left
+             alone, a new one started
+--iterations N, --seed N      short for --run.iterations and --run.seed
+--section.key VALUE           any key of the config: `attnrl config --help`
+
+Examples:
+  attnrl train demo --run-dir runs/a
+  attnrl train demo --run-dir runs/a --resume --iterations 40
+  attnrl train attnrl_1p5b --run-dir runs/b --data.train '["train.parquet"]' \\
+    --algo.points 3 --run.trackers '["tensorboard"]'
 """
 
 from __future__ import annotations
@@ -27,8 +37,9 @@ from attnrl.cli.console import console_line
 from attnrl.cli.flags import parse, show, wants_help
 from attnrl.config import Config, load_config
 from attnrl.errors import ConfigError
-from attnrl.run import open_run
-from attnrl.trackers import check_trackers, open_trackers
+from attnrl.run import check_run, last_recorded, open_run
+from attnrl.trackers import Observer, check_trackers, open_trackers
+from attnrl.types import State
 
 SHORT = {"iterations": "run.iterations", "seed": "run.seed"}
 
@@ -54,14 +65,18 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> None:
 
     check_parts(config)
     check_trackers(config.run.trackers)
-    check_model_path(model_path(config))
+    check_model_path(model_path(config.model.path))
+    values = config.model_dump(mode="json")
+    state = check_run(run_dir, values, resume=resume)
+    if state is not None and (done := finished_note(state, config)):
+        show(f"{run_dir} {done}")
+        return
     records = train_records(config)
     held_out = evaluation_records(config) if config.evaluation.every else {}
     if config.sampling.top_p < 1 or config.sampling.top_k:
         show("note: with sampling.top_p or top_k, sampler and learner log-probs differ; see policy/behaviour_kl")
-    values = config.model_dump(mode="json")
     run = open_run(run_dir, values, resume=resume)
-    observers = [console_line(config.run.iterations), *open_trackers(config.run.trackers, run_dir, values)]
+    observers = [console_line(config.run.iterations), *_trackers(config, run_dir, state)]
 
     from attnrl.data.prompts import render_prompts
     from attnrl.data.stream import PromptStream
@@ -71,7 +86,7 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> None:
     from attnrl.trainer import train
     from attnrl.verify import Verifier
 
-    backend = backend_from_config(config, model=model_path(config))
+    backend = backend_from_config(config, model=model_path(config.model.path))
     tokenizer = backend.tokenizer
     prompts, dropped = render_prompts(
         records, tokenizer, template=config.data.template, max_prompt_tokens=config.data.max_prompt_tokens
@@ -102,6 +117,30 @@ def run_training(config: Config, run_dir: Path, *, resume: bool) -> None:
             observers=observers,
         )
     show(f"run directory: {run_dir}")
+
+
+def finished_note(state: State, config: Config) -> str:
+    """How a run ended and what continues it; empty where it has not ended."""
+    from attnrl.trainer import finished
+
+    limits = config.run
+    if not finished(state, limits.iterations, limits.generated_tokens):
+        return ""
+    by_tokens = state.iteration < limits.iterations
+    key, value = ("generated_tokens", state.generated_tokens) if by_tokens else ("iterations", state.iteration)
+    return (
+        f"is finished: {state.iteration} iterations, {state.generated_tokens:,} tokens generated.\n"
+        f"To train on, give the same command with --run.{key} above {value}."
+    )
+
+
+def _trackers(config: Config, run_dir: Path, state: State | None) -> list[Observer]:
+    """The trackers of a run that goes on from a state, and a word about where it goes on."""
+    kept, recorded = -1 if state is None else state.iteration, last_recorded(run_dir)
+    if recorded >= 0:
+        show(f"{run_dir} goes on " + ("from the start: no checkpoint yet" if kept < 0 else f"after iteration {kept}"))
+    values = config.model_dump(mode="json")
+    return open_trackers(config.run.trackers, run_dir, values, kept=kept, recorded=recorded)
 
 
 def _verifier_options(config: Config) -> dict[str, Any]:

@@ -1,4 +1,16 @@
-"""attnrl verify: grade a file of responses against reference answers."""
+"""attnrl verify FILE [--output FILE]
+
+Grades a file of responses against reference answers.
+
+Each line of the input is a JSON object with `response` (text) and `gold` (text,
+or a list of alternatives). The output repeats the row's fields, without the
+response, and adds `reward`, `rule`, `answer` and `error`. An error (a timeout,
+an empty gold) is no evidence that the answer is wrong: the summary counts it
+apart.
+
+Example:
+  attnrl verify responses.jsonl --output verdicts.jsonl
+"""
 
 from __future__ import annotations
 
@@ -14,6 +26,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from attnrl.cli.flags import read_flags, unset
 from attnrl.cli.lines import read_lines
 from attnrl.errors import ConfigError, DataError
 from attnrl.types import Verdict
@@ -22,26 +35,19 @@ from attnrl.verify import Verifier
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Grade a file of responses against reference answers.
+    """The flags of `attnrl verify`."""
 
-    Each line of the input is a JSON object with `response` (text) and `gold` (text, or a list of alternatives). The
-    output repeats the row's fields, without the response, and adds `reward`, `rule`, `answer` and `error`. An error
-    (a timeout, an empty gold) is no evidence that the answer is wrong: the summary counts it apart.
-
-    Example: attnrl verify responses.jsonl --output verdicts.jsonl
-    """
-
-    file: Annotated[Path, tyro.conf.Positional]
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """JSON lines, plain or .gz, with the fields response and gold."""
-    output: Path | None = None
+    output: Annotated[Path | None, unset("FILE")] = None
     """Where the verdicts go, one JSON object a line; default: FILE with .verdicts.jsonl at its end."""
-    workers: int | None = None
+    workers: Annotated[int | None, unset("INT")] = None
     """Worker processes for the symbolic grader; default: one a core, four at most."""
     timeout: float = 5.0
     """Seconds of wall clock for one answer in a worker; it is killed then."""
     memory_mb: int = 2048
     """Address space of one worker in MiB."""
-    disagreements: Path | None = None
+    disagreements: Annotated[Path | None, unset("FILE")] = None
     """Log here (JSON lines) every answer on which our rules and math-verify differ; slow: both grade everything."""
 
 
@@ -97,7 +103,7 @@ def summary(verdicts: Sequence[Verdict], seconds: float) -> Table:
 
 
 def main(argv: list[str]) -> int:
-    options = tyro.cli(Options, args=argv, prog="attnrl verify")
+    options = read_flags(Options, argv, str(__doc__))
     rows = read_rows(options.file)
     output = options.output or options.file.with_name(f"{options.file.name}.verdicts.jsonl")
     if output.exists() and output.samefile(options.file):

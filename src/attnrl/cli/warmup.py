@@ -1,50 +1,59 @@
-"""attnrl warmup: supervised warm-up of a small model on made-up task solutions."""
+"""attnrl warmup --output DIR [--seconds S] [--shape.KEY VALUE ...]
+
+Trains a small model on worked solutions of made-up tasks, so that a base policy
+exists without any download. Writes a Hugging Face model and tokenizer,
+metrics.jsonl and warmup.json into the output directory.
+
+Examples:
+  attnrl warmup --output runs/base --seconds 300
+  attnrl warmup --output runs/base --seconds 300 --shape.layers 8 \\
+    --shape.width 512 --shape.heads 8 --shape.kv-heads 4
+  attnrl eval --model runs/base --output results/base    how good it is
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from attnrl.data.tasks import TaskSpec
+from attnrl.cli.assemble import model_path
+from attnrl.cli.flags import read_flags, unset
+from attnrl.cli.tasks import TaskFlags
 from attnrl.local.warmup import Shape, WarmupOptions, prepare_warmup
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Train a small model on worked solutions of made-up tasks, so that a base policy exists without any download.
-
-    Writes a Hugging Face model and tokenizer, metrics.jsonl and warmup.json into the output directory. Example:
-
-    attnrl warmup --output runs/base --seconds 300 --shape.layers 8 --shape.width 512 --shape.heads 8 --shape.kv-heads 4
-    """
+    """The flags of `attnrl warmup`."""
 
     output: Path
     """Directory to write to; it must not hold a model yet."""
-    model: str | None = None
-    """Start from this model directory or hub name, with its tokenizer, instead of a new model."""
+    model: Annotated[str | None, unset("MODEL")] = None
+    """Start from this model directory or hub name ("demo": comes with attnrl), with its tokenizer, not a new model."""
     device: str = "auto"
     """auto (CUDA where there is one), cpu, cuda."""
     dtype: str = "auto"
     """Weights during training: auto (bfloat16 on CUDA, float32 elsewhere), float32, bfloat16. Optimizer: float32."""
-    options: tyro.conf.OmitArgPrefixes[WarmupOptions] = field(default_factory=lambda: WarmupOptions(seconds=300.0))
+    training: tyro.conf.OmitArgPrefixes[WarmupOptions] = field(default_factory=lambda: WarmupOptions(seconds=300.0))
     shape: Shape = field(default_factory=Shape)
-    task: TaskSpec = field(default_factory=TaskSpec)
+    task: TaskFlags = field(default_factory=TaskFlags)
 
 
 def main(argv: list[str]) -> int | None:
     """Warm up, save, and say how good the model is."""
-    arguments = tyro.cli(Arguments, args=argv, prog="attnrl warmup")
+    arguments = read_flags(Arguments, argv, str(__doc__))
     console = Console()
     run = prepare_warmup(
         arguments.output,
-        arguments.task,
-        arguments.options,
+        arguments.task.spec(),
+        arguments.training,
         shape=arguments.shape,
-        model=arguments.model,
+        model=model_path(arguments.model) if arguments.model is not None else None,
         device=arguments.device,
         dtype=arguments.dtype,
     )

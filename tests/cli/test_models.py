@@ -1,0 +1,73 @@
+"""The names a model goes by: "demo", a run directory; and how it is evaluated without a flag."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attnrl import cli
+from attnrl.cli.assemble import build_evaluate, evaluation_records, model_path, newest_model
+from attnrl.cli.eval import known_settings
+from attnrl.config import load_config
+from attnrl.data.tasks import TaskSpec, make_tasks
+from attnrl.errors import MissingFileError
+
+
+def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(MissingFileError, match="without a checkpoint"):
+        newest_model(str(tmp_path))
+    for name in ("000010", "000020", ".unfinished-000030"):
+        (tmp_path / "checkpoints" / name / "model").mkdir(parents=True)
+    assert newest_model(str(tmp_path)) == str(tmp_path / "checkpoints/000020/model")
+    assert newest_model("owner/model") == "owner/model"
+
+
+def test_a_trained_model_is_evaluated_as_its_run_was(tmp_path: Path, monkeypatch) -> None:
+    config = load_config("demo", {"data.tasks.modulus": 7, "evaluation.temperature": 0.5})
+    (tmp_path / "checkpoints/000010/model").mkdir(parents=True)
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    monkeypatch.chdir(tmp_path / "checkpoints")
+    for name in (tmp_path, tmp_path / "checkpoints/000010/model", "../checkpoints/000010/model"):
+        known = known_settings(str(name))
+        assert known is not None
+        assert (known[1].benchmarks, known[1].tasks.modulus, known[1].temperature) == ("tasks", 7, 0.5)
+        assert (known[1].template, known[1].max_tokens, known[1].samples) == ("{problem}", 200, 2)
+    assert known_settings("model") is None
+    assert known_settings("owner/model") is None
+
+
+def test_a_warmed_up_model_is_evaluated_on_its_own_tasks() -> None:
+    known = known_settings(model_path("demo"))  # by its directory: the name "demo" takes the preset
+    assert known is not None
+    assert (known[1].benchmarks, known[1].tasks.modulus, known[1].tasks.wording) == ("tasks", 11, "equations")
+
+
+def test_the_demo_model_by_name_gives_the_number_that_training_begins_with(tmp_path: Path, capsys) -> None:
+    from attnrl.local.backend import backend_from_config
+    from attnrl.verify import Verifier
+
+    config = load_config("demo", {"evaluation.tasks": 12})
+    backend = backend_from_config(config, model=model_path("demo"))
+    with Verifier(workers=1) as verifier:
+        begun = build_evaluate(config, evaluation_records(config), backend, verifier)(0)
+    argv = ["eval", "--model", "demo", "--task-count", "12", "--output", str(tmp_path)]
+    assert cli.run(argv) == 0
+    assert "settings from preset demo" in capsys.readouterr().out
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["benchmarks"]["tasks"]["pass@1"] == begun["eval/tasks/pass@1"]
+    assert 0.3 < begun["eval/tasks/pass@1"] < 1
+    assert cli.run([*argv, "--temperature", "0"]) == 2  # a flag overrules, and another setting is refused here
+    assert "temperature was 1.0, is now 0.0" in capsys.readouterr().err
+
+
+def test_the_demo_model_by_name_scores(tmp_path: Path, capsys) -> None:
+    spec = TaskSpec(operations=(2, 6), modulus=11, wording="equations")
+    (task,) = make_tasks(spec, "test", 1)
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": task.problem + "\n", "response": task.solution}) + "\n")
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.parquet")]
+    assert cli.run(["score", "--model", "demo", *files, "--device", "cpu"]) == 0
+    steps = task.solution.count("\n\n") + 1
+    assert f"1 responses, {steps} steps" in capsys.readouterr().out
