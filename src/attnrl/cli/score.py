@@ -233,10 +233,10 @@ def _summary(
 ) -> None:
     position, null = position_correlations(scored, options.delta)
     steps = sum(len(records) for _, records in scored)
-    kinds = "+".join(sorted(report.attention_kinds))
+    kinds, fci_kinds = "+".join(sorted(report.attention_kinds)), "+".join(sorted(report.fci_kinds))
     lines = [
         f"{len(scored)} responses, {steps} steps, {report.tokens} tokens in {report.seconds:.1f} s "
-        f"({report.tokens / max(report.seconds, 1e-9):.0f} tokens/s; attention {kinds}, FCI {', '.join(sorted(report.fci_kinds))})",
+        f"({report.tokens / max(report.seconds, 1e-9):.0f} tokens/s; attention {kinds}, FCI {fci_kinds})",
         f"rank correlation of FCI with step position {position:+.3f}, with the position null {null:+.3f} "
         "(mean over responses)",
         f"one row per step in {options.output}",
