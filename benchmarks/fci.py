@@ -557,6 +557,8 @@ def main() -> None:
     if args.table:
         print(table(results))
         return
+    if not torch.cuda.is_available():
+        parser.error("a CUDA GPU is needed; --table works without")
     results["environment"] = environment()
     results["environment"]["commit"] = args.commit or results["environment"]["commit"]
     for name in args.sections.split(","):

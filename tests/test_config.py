@@ -110,6 +110,12 @@ def test_none_is_nothing_where_a_key_may_be_empty_and_a_name_elsewhere() -> None
     assert (config.algo.rule, config.algo.filter) == ("none", "none")
 
 
+def test_one_name_is_a_list_of_one() -> None:
+    config = load_config("demo", {"data.train": "rows.parquet", "data.decontaminate": "aime24"})
+    assert config.data.train == ("rows.parquet",)
+    assert config.data.decontaminate == ("aime24",)
+
+
 def test_config_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config().algo.points = 3  # type: ignore[misc]

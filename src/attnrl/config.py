@@ -11,11 +11,14 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from attnrl.errors import ConfigError, MissingFileError
+
+# A list of names, or one name by itself: `--data.train rows.parquet`.
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
 
 class Section(BaseModel):
@@ -37,7 +40,7 @@ class ModelConfig(Section):
     """Rank of LoRA adapters; 0 trains full weights."""
     lora_alpha: float = Field(32.0, gt=0)
     """Scale of LoRA adapters."""
-    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    lora_targets: Names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Linear layers that get LoRA adapters."""
 
 
@@ -77,7 +80,7 @@ class TaskConfig(Section):
 class DataConfig(Section):
     """Prompts."""
 
-    train: tuple[str, ...] = ("agentica-org/DeepScaleR-Preview-Dataset",)
+    train: Names = ("agentica-org/DeepScaleR-Preview-Dataset",)
     """Files (parquet, json, jsonl, .gz), hub names, or "tasks"."""
     train_tasks: int = Field(20_000, ge=1)
     """How many made-up tasks to train on, where train names "tasks"."""
@@ -87,7 +90,7 @@ class DataConfig(Section):
     """Longer prompts are left out, and counted."""
     drop_bad_rows: bool = False
     """Leave out rows without a problem or an answer and say which; otherwise the first one is an error."""
-    decontaminate: tuple[str, ...] = ()
+    decontaminate: Names = ()
     """Benchmarks whose problems are dropped from the training set."""
     directory: str | None = None
     """Folder with eval/*.parquet; by default the environment variable ATTNRL_DATA, then the hub."""
@@ -221,7 +224,7 @@ class EvaluationConfig(Section):
 
     every: int = Field(0, ge=0)
     """Evaluate every so many iterations, and before the first and after the last; 0: never."""
-    benchmarks: tuple[str, ...] = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiad")
+    benchmarks: Names = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiad")
     """Names of benchmarks, files, or "tasks"."""
     tasks: int = Field(256, ge=1)
     """How many held-out made-up tasks, where benchmarks names "tasks"."""

@@ -36,11 +36,20 @@ def test_the_directory_may_be_the_data_or_its_eval_folder(tmp_path, monkeypatch)
     assert len(load_benchmark("gsm8k")) == 1319
 
 
-def test_mistakes(tmp_path):
+def unreachable(source, **_):
+    raise MissingFileError(f"{source}: the hub cannot be reached")
+
+
+def test_mistakes(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"'aime23' is unknown; known are aime24, aime25"):
         load_benchmark("aime23")
     with pytest.raises(MissingFileError, match=r"neither .*eval/aime24\.parquet nor .*aime24\.parquet exists"):
         load_benchmark("aime24", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.delenv("ATTNRL_DATA", raising=False)
+        patch.setattr("attnrl.data.benchmarks.load_records", unreachable)
+        with pytest.raises(MissingFileError, match=r"benchmark aime24: .*ATTNRL_DATA .*holds eval/aime24\.parquet"):
+            load_benchmark("aime24")
     write(tmp_path, 1318)
     with pytest.raises(DataError, match=r"has 1318 rows, not 1319"):
         load_benchmark("gsm8k", tmp_path)

@@ -139,6 +139,17 @@ def test_rows_without_problem_or_answer_are_kept_apart(tmp_path):
         load_records(file, strict=True)
 
 
+def test_a_row_without_the_column_is_left_out_like_one_with_an_empty_cell(tmp_path):
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "a?", "answer": "1"}, {"problem": "b?"}])
+    records = load_records(file)
+    assert [(s.where, s.reason) for s in records.skipped] == [("rows.jsonl:1", "no column with a problem or an answer")]
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: unknown layout"):
+        load_records(file, strict=True)
+    first = write_jsonl(tmp_path / "first.jsonl", [{"problem": "b?"}, {"problem": "a?", "answer": "1"}])
+    with pytest.raises(DataError, match=r"first\.jsonl:0: unknown layout"):
+        load_records(first)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -60,7 +60,13 @@ def load_benchmark(name: str, data_dir: str | os.PathLike[str] | None = None) ->
                 f"unset ATTNRL_DATA and data_dir to take {benchmark.hub} from the hub"
             )
         source = str(found[0])
-    records = load_records(source, strict=True)
+    try:
+        records = load_records(source, strict=True)
+    except MissingFileError as error:
+        raise MissingFileError(
+            f"benchmark {name}: {error}; to use a copy, point ATTNRL_DATA (or data.directory, --data-dir) to a folder "
+            f"that holds eval/{benchmark.file}"
+        ) from error
     if len(records) != benchmark.rows:
         raise DataError(
             f"benchmark {name}: {source} has {len(records)} rows, not {benchmark.rows}; results would not compare with "

@@ -124,7 +124,13 @@ def load_records(
             break
         names = tuple(row.columns)
         if names not in layouts:
-            layouts[names] = find_layout(row, allow_empty_answers)
+            try:
+                layouts[names] = find_layout(row, allow_empty_answers)
+            except DataError:
+                if strict or not records:  # rows before it had a layout, so this row is at fault, not the file
+                    raise
+                skipped.append(Skipped(row.where, "no column with a problem or an answer"))
+                continue
         record = _record(row, str(source), layouts[names], allow_empty_answers)
         if isinstance(record, Record):
             records.append(record)

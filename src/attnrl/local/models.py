@@ -61,9 +61,10 @@ def check_model_path(name_or_path: str | Path) -> str:
             raise MissingFileError(f"{name} holds no config.json: a Hugging Face model directory is needed")
         return name
     looks_local = name.startswith((".", "/")) or name.count("/") != 1 or isinstance(name_or_path, Path)
-    if looks_local:
+    if looks_local or name.startswith("runs/"):  # where our own commands write
         raise MissingFileError(
-            f"no model directory {name}; give a Hugging Face model directory or a hub name owner/model"
+            f"no model directory {name}; give a Hugging Face model directory or a hub name owner/model, or make a small "
+            f"model with `attnrl warmup --output {name}`"
         )
     return name
 
