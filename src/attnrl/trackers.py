@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def _mark_start(folder: str, step: int) -> None:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     writer = EventFileWriter(folder)
-    writer.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+    writer.add_event(Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START)))
     writer.close()
 
 

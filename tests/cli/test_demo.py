@@ -11,8 +11,9 @@ from rich.console import Console
 from attnrl import cli
 from attnrl.cli.console import console_line
 from attnrl.cli.demo import choose_place, summary
+from attnrl.cli.train import _trackers
 from attnrl.config import Config, load_config
-from attnrl.run import open_run
+from attnrl.run import check_run, open_run
 from attnrl.types import State
 from fakes import FakeBackend
 
@@ -73,6 +74,19 @@ def test_resuming_a_finished_run_says_so_and_leaves_it_alone(
     assert f"{tmp_path} is finished: 20 iterations, 6,000 tokens generated" in said
     assert hint in said
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize(("checkpoint", "said"), [(4, "goes on after iteration 4"), (None, "no checkpoint yet")])
+def test_a_resumed_run_tells_its_trackers_what_comes_again(
+    checkpoint: int | None, said: str, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = []
+    monkeypatch.setattr("attnrl.cli.train.open_trackers", lambda *_, **known: told.append(known) or [])
+    make_run(tmp_path, DEMO["demo"], recorded=7, checkpoint=checkpoint)
+    state = check_run(tmp_path, DEMO["demo"].model_dump(mode="json"), resume=True)
+    _trackers(DEMO["demo"], tmp_path, state)
+    assert told == [{"kept": -1 if checkpoint is None else checkpoint, "recorded": 7}]
+    assert said in capsys.readouterr().out
 
 
 def test_an_interruption_says_how_to_go_on(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
