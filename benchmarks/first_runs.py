@@ -1,6 +1,7 @@
 """Tables and curves of several run directories at equal numbers of generated tokens, for docs/first_runs.md.
 
     python benchmarks/first_runs.py RUN_DIR ... --tokens 9e6 --figure docs/figures/first_runs.svg
+    python benchmarks/first_runs.py runs/demo_* --tokens 7.5e5 --seeds      # NAME_SEED: one line a name, with spread
 
 Prints Markdown. Each run is read up to its first evaluation at or after `--tokens`; the figure shows all of it.
 Needs matplotlib (extra `report`).
@@ -66,6 +67,28 @@ def accuracy_table(runs: dict[str, Metrics], tokens: float) -> str:
                 f"{part[-1]['generate/total_tokens'] / 1e6:.2f}M",
                 f"{total(part, 'train/valid_tokens') / 1e6:.2f}M",
                 f"{total(part, 'seconds/iteration'):.0f}",
+            ]
+        )
+    return table(rows)
+
+
+def seed_table(runs: dict[str, Metrics], tokens: float) -> str:
+    """One line per name before the last underscore: mean over its seeds, the lowest and the highest."""
+    groups: dict[str, list[Metrics]] = {}
+    for name, metrics in sorted(runs.items()):
+        groups.setdefault(name.rpartition("_")[0], []).append(upto(metrics, tokens))
+    rows = [["runs", "seeds", "before", "after: mean (lowest to highest)", "iterations", "updates", "tokens generated"]]
+    for name, parts in groups.items():
+        after = [100 * part[-1][HELD_OUT] for part in parts]
+        rows.append(
+            [
+                name,
+                str(len(parts)),
+                f"{np.mean([100 * part[0][HELD_OUT] for part in parts]):.1f}",
+                f"{np.mean(after):.1f} ({min(after):.1f} to {max(after):.1f})",
+                f"{np.mean([part[-1]['iteration'] for part in parts]):.0f}",
+                f"{np.mean([total(part, 'policy/updates') for part in parts]):.0f}",
+                f"{np.mean([part[-1]['generate/total_tokens'] for part in parts]) / 1e6:.2f}M",
             ]
         )
     return table(rows)
@@ -145,8 +168,12 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--tokens", type=float, required=True)
     parser.add_argument("--figure", type=Path)
+    parser.add_argument("--seeds", action="store_true", help="runs are named NAME_SEED: print one line a name")
     args = parser.parse_args()
     runs = dict(read(run) for run in args.runs)
+    if args.seeds:
+        print(seed_table(runs, args.tokens))
+        return
     for part in (accuracy_table(runs, args.tokens), ratio_table(runs, args.tokens), phase_table(runs, args.tokens)):
         print(part + "\n")
     print(end_table(runs))
