@@ -47,73 +47,41 @@ def _log2_scores(s, scale2, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _load_rows(X, rows, live, stride, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr):
+    """Queries or keys of one head, [rows, BD], zeros where not live and beyond the head size."""
+    offs_d = tl.arange(0, BD)
+    x = tl.load(X + rows[:, None] * stride + offs_d[None, :], mask=live[:, None] & (offs_d < D)[None, :], other=0.0)
+    return x.to(tl.float32) if UPCAST else x
+
+
+@triton.jit
 def _probabilities(
-    k,
-    Q,
-    BIAS,
-    m,
-    q_stop,
-    h,
-    scale2,
-    softcap,
-    sqt,
-    sqh,
-    T,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    EDGE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    k, Q, BIAS, m, q_stop, scale2, softcap, sqt, D: tl.constexpr, BM: tl.constexpr, EDGE: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """w_q * P[q, t] for BM queries from m on, [keys, BM]; at an edge, 0 for queries at or after q_stop."""
+    BD: tl.constexpr = k.shape[1]
     offs_m = m + tl.arange(0, BM)
     offs_d = tl.arange(0, BD)
     if EDGE:
         live = offs_m < q_stop
-        bias = tl.load(BIAS + h * T + offs_m, mask=live, other=-float("inf"))
+        bias = tl.load(BIAS + offs_m, mask=live, other=-float("inf"))
+        q = _load_rows(Q, offs_m, live, sqt, D, BD, UPCAST)
     else:
-        bias = tl.load(BIAS + (h * T + m) + tl.arange(0, BM))
-    rows = Q + h * sqh + offs_m[:, None] * sqt + offs_d[None, :]
-    if EDGE:
-        q = tl.load(rows, mask=live[:, None] & (offs_d < D)[None, :], other=0.0)
-    elif D == BD:
-        q = tl.load(rows)
-    else:
-        q = tl.load(rows, mask=(offs_d < D)[None, :], other=0.0)
-    if UPCAST:
-        q = q.to(tl.float32)
+        bias = tl.load(BIAS + m + tl.arange(0, BM))
+        rows = Q + offs_m[:, None] * sqt + offs_d[None, :]
+        q = tl.load(rows) if D == BD else tl.load(rows, mask=(offs_d < D)[None, :], other=0.0)
+        q = q.to(tl.float32) if UPCAST else q
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     return tl.exp2(_log2_scores(s, scale2, softcap, SOFTCAP) + bias[None, :])
 
 
 @triton.jit
 def _column_sums(
-    Q,
-    K,
-    BIAS,
-    QMIN,
-    TABLE,
-    OUT,
-    scale2,
-    softcap,
-    window,
-    T,
-    sqt,
-    sqh,
-    skt,
-    skh,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    Q, K, BIAS, QMIN, TABLE, OUT, scale2, softcap, window, T, sqt, sqh, skt, skh, G: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """OUT[h, t] = sum over q of w_q * P[q, t] for one block of keys and one head."""
     h = tl.program_id(0)
     row = TABLE + tl.program_id(1) * 6
@@ -123,13 +91,11 @@ def _column_sums(
     q_full = tl.load(row + 3)  # from here on every key counts ...
     q_tail = tl.load(row + 4)  # ... until here, where the window or the sequence ends for some key
     q_stop = tl.load(row + 5)
+    Q += h * sqh
+    BIAS += h * T
     offs_n = k_start + tl.arange(0, BN)
     live_n = offs_n < k_stop
-    offs_d = tl.arange(0, BD)
-    cols = K + (h // G) * skh + offs_n[:, None] * skt + offs_d[None, :]
-    k = tl.load(cols, mask=live_n[:, None] & (offs_d < D)[None, :], other=0.0)
-    if UPCAST:
-        k = k.to(tl.float32)
+    k = _load_rows(K + (h // G) * skh, offs_n, live_n, skt, D, BD, UPCAST)
     qmin = tl.load(QMIN + offs_n, mask=live_n, other=2147483647)
     acc = tl.zeros([BN], tl.float32)
 
@@ -139,52 +105,14 @@ def _column_sums(
     tail_turns = tl.cdiv(tl.maximum(q_stop - m_tail, 0), BM)
     for turn in tl.range(0, head_turns + tail_turns):
         m = tl.multiple_of(tl.where(turn < head_turns, q_lo + turn * BM, m_tail + (turn - head_turns) * BM), 16)
-        p = _probabilities(
-            k,
-            Q,
-            BIAS,
-            m,
-            q_stop,
-            h,
-            scale2,
-            softcap,
-            sqt,
-            sqh,
-            T,
-            D,
-            BD,
-            BM,
-            True,
-            SOFTCAP,
-            PRECISION,
-            UPCAST,
-        )
+        p = _probabilities(k, Q, BIAS, m, q_stop, scale2, softcap, sqt, D, BM, True, SOFTCAP, PRECISION, UPCAST)
         offs_m = m + tl.arange(0, BM)
         seen = offs_m[None, :] >= qmin[:, None]
         if WINDOW:
             seen = seen & (offs_m[None, :] - offs_n[:, None] < window)
         acc += tl.sum(tl.where(seen, p, 0.0), 1)
     for m in tl.range(m_full, m_tail, BM):
-        p = _probabilities(
-            k,
-            Q,
-            BIAS,
-            m,
-            q_stop,
-            h,
-            scale2,
-            softcap,
-            sqt,
-            sqh,
-            T,
-            D,
-            BD,
-            BM,
-            False,
-            SOFTCAP,
-            PRECISION,
-            UPCAST,
-        )
+        p = _probabilities(k, Q, BIAS, m, q_stop, scale2, softcap, sqt, D, BM, False, SOFTCAP, PRECISION, UPCAST)
         acc += tl.sum(p, 1)
     tl.store(OUT + h * T + offs_n, acc, mask=live_n)
 
@@ -225,28 +153,10 @@ def _step_max(
 
 @triton.jit
 def _row_lse(
-    Q,
-    K,
-    SPAN,
-    LSE,
-    scale2,
-    softcap,
-    window,
-    T,
-    sqt,
-    sqh,
-    skt,
-    skh,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    Q, K, SPAN, LSE, scale2, softcap, window, T, sqt, sqh, skt, skh, G: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Row log-sum-exp where the attention kernel gave none: one program per query block of one sequence."""
     h = tl.program_id(0)
     row = SPAN + tl.program_id(1) * 3
@@ -254,13 +164,8 @@ def _row_lse(
     m = tl.load(row + 1)
     m_stop = tl.load(row + 2)
     offs_m = m + tl.arange(0, BM)
-    offs_d = tl.arange(0, BD)
     live = offs_m < m_stop
-    q = tl.load(
-        Q + h * sqh + offs_m[:, None] * sqt + offs_d[None, :], mask=live[:, None] & (offs_d < D)[None, :], other=0.0
-    )
-    if UPCAST:
-        q = q.to(tl.float32)
+    q = _load_rows(Q + h * sqh, offs_m, live, sqt, D, BD, UPCAST)
     top = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     first = seq_start
@@ -268,13 +173,7 @@ def _row_lse(
         first = tl.maximum(seq_start, m - window + 1)
     for n in range(first, m_stop, BN):
         offs_n = n + tl.arange(0, BN)
-        k = tl.load(
-            K + (h // G) * skh + offs_n[:, None] * skt + offs_d[None, :],
-            mask=(offs_n < m_stop)[:, None] & (offs_d < D)[None, :],
-            other=0.0,
-        )
-        if UPCAST:
-            k = k.to(tl.float32)
+        k = _load_rows(K + (h // G) * skh, offs_n, offs_n < m_stop, skt, D, BD, UPCAST)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         s = _log2_scores(s, scale2, softcap, SOFTCAP)
         seen = offs_n[None, :] <= offs_m[:, None]
