@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attnrl.scoring.fci_triton import Tile
+from attnrl.scoring.fci_triton import Layer, Tile
 
 HEAD = 128  # with 64 the exponentials take longer than the products, and the schedule gains nothing
 WARPS = 4
@@ -51,58 +51,50 @@ def _add(total, s, bias, query, key, qmin, scale2, window, EARLY: gl.constexpr, 
 
 
 @gluon.jit
-def _load_keys(K, k_start, k_stop, stride, N: gl.constexpr, D: gl.constexpr):
+def _half(K, QMIN, k_start, k_stop, stride, N: gl.constexpr, D: gl.constexpr, mma: gl.constexpr):
+    """N keys on their way to registers [N, D], which they are, and the first query that counts for each."""
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    key = k_start + gl.arange(0, N, layout=gl.SliceLayout(1, wide))
+    row = k_start + gl.arange(0, N, layout=gl.SliceLayout(1, wide))
     part = gl.arange(0, D, layout=gl.SliceLayout(0, wide))
-    return gl.load(K + key[:, None] * stride + part[None, :], mask=(key < k_stop)[:, None], other=0.0)
+    k = gl.load(K + row[:, None] * stride + part[None, :], mask=(row < k_stop)[:, None], other=0.0)
+    key = k_start + gl.arange(0, N, layout=gl.SliceLayout(1, mma))
+    return k, key, gl.load(QMIN + key, mask=key < k_stop, other=2147483647)
+
+
+@gluon.jit
+def _block(row, M: gl.constexpr):
+    """The keys of a block, its queries, and its turns: all, the first where every key counts, the first where not."""
+    q_lo = gl.multiple_of(gl.load(row + 2), 16)
+    q_stop = gl.load(row + 5)
+    turns = gl.cdiv(gl.maximum(q_stop - q_lo, 0), M)
+    head = gl.minimum(gl.cdiv(gl.maximum(gl.load(row + 3) - q_lo, 0), M), turns)
+    tail = gl.maximum((gl.load(row + 4) - q_lo) // M, head)
+    return gl.load(row), gl.load(row + 1), q_lo, q_stop, turns, head, tail
+
+
+@gluon.jit
+def _store(OUT, total, key, k_stop, mma: gl.constexpr):
+    sums = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, mma))
+    gl.store(OUT + key, sums, mask=key < k_stop)
 
 
 @gluon.jit
 def _column_sums(
-    queries,
-    K,
-    BIAS,
-    QMIN,
-    TABLE,
-    OUT,
-    scale2,
-    window,
-    pitch,
-    head_rows,
-    head_columns,
-    skt,
-    skh,
-    G: gl.constexpr,
-    N: gl.constexpr,
-    STAGES: gl.constexpr,
-    WINDOW: gl.constexpr,
-):
+    queries, K, BIAS, QMIN, TABLE, OUT, scale2, window, pitch, head_rows, head_columns, skt, skh, G: gl.constexpr,
+    N: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
     """OUT[h, t] = sum over q of w_q * P[q, t] for 2 N keys and one head; TABLE as in `plan.key_blocks`."""
     M: gl.constexpr = queries.block_type.shape[0]
     D: gl.constexpr = queries.block_type.shape[1]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     h = gl.program_id(0)
-    row = TABLE + gl.program_id(1) * 6
-    k_start = gl.load(row)
-    k_stop = gl.load(row + 1)
-    q_lo = gl.multiple_of(gl.load(row + 2), 16)
-    q_full = gl.load(row + 3)
-    q_tail = gl.load(row + 4)
-    q_stop = gl.load(row + 5)
-    turns = gl.cdiv(gl.maximum(q_stop - q_lo, 0), M)
-    head = gl.minimum(gl.cdiv(gl.maximum(q_full - q_lo, 0), M), turns)
-    tail = gl.maximum((q_tail - q_lo) // M, head)
+    k_start, k_stop, q_lo, q_stop, turns, head, tail = _block(TABLE + gl.program_id(1) * 6, M)
 
     # Every load is on its way before the first is waited for.
     K += (h // G) * skh
-    k0 = _load_keys(K, k_start, k_stop, skt, N, D)
-    k1 = _load_keys(K, k_start + N, k_stop, skt, N, D)
-    key0 = k_start + gl.arange(0, N, layout=gl.SliceLayout(1, mma))
-    key1 = key0 + N
-    qmin0 = gl.load(QMIN + key0, mask=key0 < k_stop, other=2147483647)
-    qmin1 = gl.load(QMIN + key1, mask=key1 < k_stop, other=2147483647)
+    k0, key0, qmin0 = _half(K, QMIN, k_start, k_stop, skt, N, D, mma)
+    k1, key1, qmin1 = _half(K, QMIN, k_start + N, k_stop, skt, N, D, mma)
     offs = gl.arange(0, M, layout=gl.SliceLayout(0, mma))
     BIAS += gl.multiple_of(h * pitch + q_lo, 16)
     bias_ahead = gl.load(BIAS + offs)  # a turn ahead: its latency is long beside a turn
@@ -141,9 +133,8 @@ def _column_sums(
             sum1 = _add(sum1, s1, bias, query, key1, qmin1, scale2, window, phase == 0, WINDOW and phase != 1)
     for i in gl.static_range(STAGES):
         mbarrier.invalidate(arrived.index(i))
-    layout: gl.constexpr = gl.SliceLayout(1, mma)
-    gl.store(OUT + h * pitch + key0, gl.convert_layout(gl.sum(sum0, 1), layout), mask=key0 < k_stop)
-    gl.store(OUT + h * pitch + key1, gl.convert_layout(gl.sum(sum1, 1), layout), mask=key1 < k_stop)
+    _store(OUT + h * pitch, sum0, key0, k_stop, mma)
+    _store(OUT + h * pitch, sum1, key1, k_stop, mma)
 
 
 def fits(q_THD: torch.Tensor, k_TKD: torch.Tensor, softcap: float | None) -> bool:
@@ -161,44 +152,32 @@ def fits(q_THD: torch.Tensor, k_TKD: torch.Tensor, softcap: float | None) -> boo
     )
 
 
-def launch(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    bias_HP: torch.Tensor,
-    qmin_T: torch.Tensor,
-    table: torch.Tensor,
-    sums_HP: torch.Tensor,
-    *,
-    scale2: float,
-    window: int | None,
-    softcap: float | None,
-    tile: Tile,
-) -> None:
-    """Column sums of one layer into `sums_HP`; rows of `bias_HP` must go on for two turns after the last token."""
-    assert softcap is None, "see `fits`"
+def launch(layer: Layer, tile: Tile) -> None:
+    """Column sums of one layer; rows of `bias_HP` must go on for two turns after the last token."""
+    assert layer.softcap is None, "see `fits`"
+    q_THD, k_TKD = layer.q_THD, layer.k_TKD
     total, heads, head = q_THD.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     step, across = q_THD.stride(0), q_THD.stride(1)
     # Heads of a token side by side are columns of one matrix; heads one after the other are its rows.
     beside = across < step
     shape = [total, (heads - 1) * across + head] if beside else [(heads - 1) * (across // step) + total, head]
-    _column_sums[(heads, len(table))](
+    _column_sums[(heads, len(layer.table))](
         TensorDescriptor(q_THD, shape, [step, 1], [tile.queries, head], layout),
         k_TKD,
-        bias_HP,
-        qmin_T,
-        table,
-        sums_HP,
-        scale2,
-        window or 0,
-        bias_HP.stride(0),
+        layer.bias_HP,
+        layer.qmin_T,
+        layer.table,
+        layer.sums_HP,
+        layer.scale2,
+        layer.window or 0,
+        layer.bias_HP.stride(0),
         0 if beside else across // step,
         across if beside else 0,
-        k_TKD.stride(0),
-        k_TKD.stride(1),
+        *k_TKD.stride()[:2],
         G=heads // k_TKD.shape[1],
         N=tile.keys // 2,
         STAGES=tile.stages,
-        WINDOW=window is not None,
+        WINDOW=layer.window is not None,
         num_warps=WARPS,
     )

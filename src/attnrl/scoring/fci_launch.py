@@ -19,7 +19,7 @@ import triton
 from numpy.typing import NDArray
 
 from attnrl.errors import ConfigError, DataError
-from attnrl.scoring.fci_triton import LOG2E, Tile, _column_sums, _row_lse, _step_max
+from attnrl.scoring.fci_triton import LOG2E, Layer, Tile, _column_sums, _row_lse, _step_max
 from attnrl.scoring.plan import ALIGN, Plan, key_blocks, query_blocks
 
 # Gluon is experimental: only the Triton versions that compile `fci_hopper` are trusted with it.
@@ -156,9 +156,10 @@ class LayerSums:
         if not len(table):
             return self._sums_HP[:, :total]
         self.kinds.add(tile.kernel)
-        launch = fci_hopper.launch if tile.kernel == "gluon" else _launch
-        buffers = (self._bias_HP, qmin_T, table, self._sums_HP)
-        launch(q_THD, k_TKD, *buffers, scale2=scale * LOG2E, window=window, softcap=softcap, tile=tile)
+        layer = Layer(
+            q_THD, k_TKD, self._bias_HP, qmin_T, table, self._sums_HP, scale * LOG2E, window=window, softcap=softcap
+        )
+        (fci_hopper.launch if tile.kernel == "gluon" else _launch)(layer, tile)
         return self._sums_HP[:, :total]
 
     def _reduce(self, heads: int) -> None:
@@ -217,48 +218,41 @@ class LayerSums:
         return best
 
 
-def _launch(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    bias_HP: torch.Tensor,
-    qmin_T: torch.Tensor,
-    table: torch.Tensor,
-    sums_HP: torch.Tensor,
-    *,
-    scale2: float,
-    window: int | None,
-    softcap: float | None,
-    tile: Tile,
-) -> None:
-    """Column sums of one layer into `sums_HP`."""
+def _constants(q_THD: torch.Tensor, k_TKD: torch.Tensor, window: int | None, softcap: float | None) -> dict[str, Any]:
+    """The compile-time arguments that both Triton kernels take."""
     heads, head = q_THD.shape[1:]
+    return {
+        "G": heads // k_TKD.shape[1],
+        "D": head,
+        "BD": max(16, triton.next_power_of_2(head)),
+        "WINDOW": window is not None,
+        "SOFTCAP": softcap is not None,
+        "UPCAST": interpreting(),  # the interpreter multiplies the bits of bfloat16
+    }
+
+
+def _launch(layer: Layer, tile: Tile) -> None:
+    """Column sums of one layer."""
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.registers and not interpreting():
         options["maxnreg"] = tile.registers
-    _column_sums[(heads, len(table))](
-        q_THD,
-        k_TKD,
-        bias_HP,
-        qmin_T,
-        table,
-        sums_HP,
-        scale2,
-        softcap or 1.0,
-        window or 0,
-        bias_HP.stride(0),
-        q_THD.stride(0),
-        q_THD.stride(1),
-        k_TKD.stride(0),
-        k_TKD.stride(1),
-        G=heads // k_TKD.shape[1],
-        D=head,
-        BD=max(16, triton.next_power_of_2(head)),
+    _column_sums[(layer.q_THD.shape[1], len(layer.table))](
+        layer.q_THD,
+        layer.k_TKD,
+        layer.bias_HP,
+        layer.qmin_T,
+        layer.table,
+        layer.sums_HP,
+        layer.scale2,
+        layer.softcap or 1.0,
+        layer.window or 0,
+        layer.bias_HP.stride(0),
+        *layer.q_THD.stride()[:2],
+        *layer.k_TKD.stride()[:2],
         BM=tile.queries,
         BN=tile.keys,
-        WINDOW=window is not None,
-        SOFTCAP=softcap is not None,
         PRECISION=tile.precision,
-        UPCAST=interpreting(),  # the interpreter multiplies the bits of bfloat16
+        **_constants(layer.q_THD, layer.k_TKD, layer.window, layer.softcap),
         **options,
     )
 
@@ -286,19 +280,12 @@ def row_lse(
         softcap or 1.0,
         window or 0,
         total,
-        q_THD.stride(0),
-        q_THD.stride(1),
-        k_TKD.stride(0),
-        k_TKD.stride(1),
-        G=heads // k_TKD.shape[1],
-        D=head,
-        BD=max(16, triton.next_power_of_2(head)),
+        *q_THD.stride()[:2],
+        *k_TKD.stride()[:2],
         BM=size,
         BN=keys,
-        WINDOW=window is not None,
-        SOFTCAP=softcap is not None,
         PRECISION="ieee",
-        UPCAST=interpreting(),
+        **_constants(q_THD, k_TKD, window, softcap),
         num_warps=4,
         num_stages=2,
     )

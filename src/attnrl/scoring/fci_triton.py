@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 import triton
 import triton.language as tl
 
@@ -33,6 +34,21 @@ class Tile:
     registers: int = 0  # limit per thread, so that two programs fit a multiprocessor; 0: none
     precision: str = "ieee"  # of products of float32 inputs
     kernel: Literal["triton", "gluon"] = "triton"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """What one launch of a column-sum kernel reads, and `sums_HP`, which it writes."""
+
+    q_THD: torch.Tensor
+    k_TKD: torch.Tensor
+    bias_HP: torch.Tensor  # log2(w_q) - log2(e) * log-sum-exp, rows longer than the tokens: kernels read ahead
+    qmin_T: torch.Tensor
+    table: torch.Tensor  # `plan.key_blocks`
+    sums_HP: torch.Tensor
+    scale2: float  # softmax scale times log2(e)
+    window: int | None
+    softcap: float | None
 
 
 @triton.jit
