@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
+from attnrl.scoring.entropy import logits_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -172,16 +173,7 @@ def quiet() -> Iterator[None]:
 
 def head_logits(model: Any, hidden_ND: Tensor) -> Tensor:
     """Next-token logits of hidden states in float32, with the model's own scaling and soft cap. [N, V]"""
-    hf = plain(model)
-    logits_NV = hf.get_output_embeddings()(hidden_ND)
-    config = hf.config.get_text_config()
-    if scale := getattr(config, "logit_scale", None):
-        logits_NV = logits_NV * scale
-    if scale := getattr(config, "logits_scaling", None):
-        logits_NV = logits_NV / scale
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits_NV = torch.tanh(logits_NV / cap) * cap
-    return logits_NV.float()
+    return logits_head(plain(model))(hidden_ND).float()
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

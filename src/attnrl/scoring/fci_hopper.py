@@ -52,7 +52,7 @@ def _add(total, s, bias, query, key, qmin, scale2, window, EARLY: gl.constexpr, 
 
 @gluon.jit
 def _half(K, QMIN, k_start, k_stop, stride, N: gl.constexpr, D: gl.constexpr, mma: gl.constexpr):
-    """N keys on their way to registers [N, D], which they are, and the first query that counts for each."""
+    """Half of a block: the keys [N, D], where they stand, and the first query that counts for each."""
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     row = k_start + gl.arange(0, N, layout=gl.SliceLayout(1, wide))
     part = gl.arange(0, D, layout=gl.SliceLayout(0, wide))
@@ -63,7 +63,7 @@ def _half(K, QMIN, k_start, k_stop, stride, N: gl.constexpr, D: gl.constexpr, mm
 
 @gluon.jit
 def _block(row, M: gl.constexpr):
-    """The keys of a block, its queries, and its turns: all, the first where every key counts, the first where not."""
+    """Keys, queries and turns of a block: how many, from which on every key counts, from which on some no longer."""
     q_lo = gl.multiple_of(gl.load(row + 2), 16)
     q_stop = gl.load(row + 5)
     turns = gl.cdiv(gl.maximum(q_stop - q_lo, 0), M)
