@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores
+from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
 
 
-class Backend(Protocol):
-    """Five verbs over one policy. `attnrl.local` is one machine; a cluster engine offers the same five.
+class Sampler(Protocol):
+    """What draws responses; evaluation needs no more.
 
     `version` counts the policies since the start: 0 before the first call of `update`, one more after each call.
     """
@@ -21,7 +21,11 @@ class Backend(Protocol):
         """One rollout per request, in order, drawn by the current policy and marked with its version."""
         ...
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+
+class Backend(Sampler, Protocol):
+    """An engine: seven verbs over one policy. `attnrl.local` is one machine; a cluster engine offers the same."""
+
+    def score(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
         """Log-probs, entropy and FCI of finished responses, from one forward pass each (Eq. 4-6)."""
         ...
 
@@ -35,4 +39,12 @@ class Backend(Protocol):
 
     def load(self, path: Path) -> None:
         """Restore exactly what `save` wrote."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What the engine did since it was last asked, as metrics `group/name`; they start anew."""
+        ...
+
+    def close(self) -> None:
+        """Give back processes and memory; the engine is not used after it."""
         ...

@@ -21,6 +21,10 @@ from attnrl.errors import ConfigError, MissingFileError
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
 
+# A key that only says how to execute, or how far a run goes: a resumed run may have another value.
+MAY_CHANGE: dict[str, Any] = {"may_change": True}
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -30,18 +34,49 @@ class ModelConfig(Section):
 
     path: str = Field("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", min_length=1)
     """Directory or hub name of a Hugging Face decoder-only model; "demo" is the tiny model shipped with attnrl."""
-    device: str = "auto"
-    """auto (CUDA where there is one), cpu, cuda."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights of the policy; optimizer state is float32 always. auto: bfloat16 on CUDA, float32 on CPU."""
-    threads: int | None = Field(None, ge=1)
-    """CPU threads of torch; None: torch's own choice. Tiny models gain little from a second one."""
     lora_rank: int = Field(0, ge=0)
     """Rank of LoRA adapters; 0 trains full weights."""
     lora_alpha: float = Field(32.0, gt=0)
     """Scale of LoRA adapters."""
     lora_targets: Names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Linear layers that get LoRA adapters."""
+
+
+class LocalConfig(Section):
+    """The engine on one machine, CPU or one CUDA GPU."""
+
+    sampler: Literal["auto", "own", "vllm"] = "auto"
+    """What draws responses: own, vllm (extra vllm, CUDA), or auto: the one that was measured to be faster here."""
+    device: str = "auto"
+    """auto (CUDA where there is one), cpu, cuda."""
+    threads: int | None = Field(None, ge=1, json_schema_extra=MAY_CHANGE)
+    """CPU threads of torch; None: torch's own choice. Tiny models gain little from a second one."""
+    rows: int = Field(256, ge=1, json_schema_extra=MAY_CHANGE)
+    """Responses drawn at the same time."""
+
+
+class VerlConfig(Section):
+    """The engine on a cluster: verl with Ray, FSDP2 and vLLM (extra verl)."""
+
+    nodes: int = Field(1, ge=1, json_schema_extra=MAY_CHANGE)
+    """Machines."""
+    gpus_per_node: int = Field(8, ge=1, json_schema_extra=MAY_CHANGE)
+    """GPUs, and ranks, of each."""
+    overrides: Names = Field((), json_schema_extra=MAY_CHANGE)
+    """Further settings of verl, as `key=value`."""
+
+
+class EngineConfig(Section):
+    """What runs generate, score and update; a preset may hold settings of several."""
+
+    name: str = "local"
+    """local, verl, or your own as package.module:factory."""
+    options: dict[str, Any] = {}
+    """Keyword options of your own factory."""
+    local: LocalConfig = LocalConfig()
+    verl: VerlConfig = VerlConfig()
 
 
 class TaskConfig(Section):
@@ -88,10 +123,18 @@ class DataConfig(Section):
     """Text around a problem, before the model's chat template. Paper: Table 5."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longer prompts are left out, and counted."""
+    columns: dict[Literal["problem", "answer"], str] = {}
+    """Columns that hold problem and answer, where they have names of their own: {problem = "...", answer = "..."}."""
+    system: str | None = None
+    """System message before every problem; None: the row's own, where it has one."""
+    chat_options: dict[str, Any] = {}
+    """Options of the model's chat template, such as {enable_thinking = false}."""
     drop_bad_rows: bool = False
     """Leave out rows without a problem or an answer and say which; otherwise the first one is an error."""
     decontaminate: Names = ()
     """Benchmarks whose problems are dropped from the training set."""
+    clean: bool = False
+    """Leave out problems that state their answer, that have conflicting answers, and repeated ones."""
     directory: str | None = None
     """Folder with eval/*.parquet; by default the environment variable ATTNRL_DATA, then the hub."""
     tasks: TaskConfig = TaskConfig()
@@ -109,15 +152,30 @@ class SamplingConfig(Section):
     """0 switches it off; otherwise as for top_p."""
     max_response_tokens: int = Field(8192, ge=1)
     """Response limit, tokens; a branch may use what its prefix left of it."""
-    rows: int = Field(256, ge=1)
-    """Responses drawn at the same time."""
+
+class RewardConfig(Section):
+    """One reward of a response; several add up by weight."""
+
+    name: str
+    """math (the verifier), exact, format, overlong, gym, or your own as package.module:function."""
+    weight: float = 1.0
+    """Factor in the sum of all rewards."""
+    options: dict[str, Any] = {}
+    """Keyword options of the reward."""
+
+
+def as_rewards(value: Any) -> Any:
+    """A list of rewards from a name, a table, or a list of either."""
+    rows = value if isinstance(value, list | tuple) else [value]
+    return tuple({"name": row} if isinstance(row, str) else row for row in rows)
 
 
 class AlgoConfig(Section):
     """The algorithm: parts by name, and their knobs."""
 
-    schedule: Literal["one_step_off_policy", "on_policy"] = "one_step_off_policy"
-    """One generation call an iteration (Sec. 3.3), or trunks, then branches, then update."""
+    schedule: str = "one_step_off_policy"
+    """One generation call an iteration (one_step_off_policy, Sec. 3.3); trunks, then branches, then update (on_policy);
+    the same with prompts drawn until a batch has signal (dynamic, DAPO); or package.module:function."""
     prompts: int = Field(64, ge=1)
     """Prompts of the first batch, and the target train batch in prompts."""
     group: int = Field(6, ge=1)
@@ -145,8 +203,11 @@ class AlgoConfig(Section):
     """Share of steps that are candidates, rho of Eq. 7."""
     min_gap_tokens: int = Field(0, ge=0)
     """Smallest distance of branch points from the start and each other, tokens."""
-    filter: Literal["none", "easy", "all"] = "easy"
-    """Prompts the attention filter looks at (Eq. 8): none, those with all trunks right, every one."""
+    filter: str = "attention"
+    """Which prompts are branched and trained on: attention (Eq. 8), all, not_all_right (Sec. 4.3), has_spread (DAPO), or
+    package.module:function."""
+    filter_options: dict[str, Any] = {}
+    """Keyword options of the filter: scope = "easy" (prompts with all trunks right) or "all" for attention."""
     budget: str = "difficulty"
     """Trees per prompt (Eq. 9): difficulty, all, or package.module:function."""
     budget_options: dict[str, Any] = {}
@@ -161,6 +222,10 @@ class AlgoConfig(Section):
     """Advantages: tree (Eq. 3), grpo, treerl, edge, treepo, tree_grpo, chain, or package.module:function."""
     estimator_options: dict[str, Any] = {}
     """Keyword options of the estimator."""
+    credit: str = "none"
+    """Weights on each token's advantage: none, top_entropy (arXiv 2506.01939), or package.module:function."""
+    credit_options: dict[str, Any] = {}
+    """Keyword options of the credit."""
     drop: Literal["samples", "prompts", "none"] = "samples"
     """What is left out of the update for want of signal."""
     grade_truncated: bool = False
@@ -170,10 +235,18 @@ class AlgoConfig(Section):
 class UpdateConfig(Section):
     """The policy update, Eq. 1."""
 
+    loss: str = "clip"
+    """Per-token loss: clip (Eq. 1), cispo, gspo, or package.module:function."""
+    loss_options: dict[str, Any] = {}
+    """Keyword options of the loss."""
     lr: float = Field(1e-6, gt=0)
     """Learning rate of AdamW."""
     lr_warmup_updates: int = Field(0, ge=0)
-    """Updates of linear warm-up; constant after that."""
+    """Updates of linear warm-up."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or down to 0 at lr_decay_updates."""
+    lr_decay_updates: int | None = Field(None, ge=1)
+    """Updates, warm-up included, after which linear and cosine have come down to 0."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's averages."""
     weight_decay: float = Field(0.01, ge=0)
@@ -186,6 +259,8 @@ class UpdateConfig(Section):
     """Bound of the loss for negative advantages; None: none."""
     importance_cap: float | None = Field(None, gt=0)
     """Truncated importance weight for the gap between sampler and learner; None: none."""
+    importance_mask: tuple[float, float] | None = None
+    """Masked importance weight: tokens whose weight lies outside these bounds ([0.5, 2.0]) count nothing; None: none."""
     kl_weight: float = Field(0.001, ge=0)
     """Weight of the k3 KL to the frozen start policy; 0 keeps no reference in memory."""
     entropy_weight: float = 0.0
@@ -194,13 +269,13 @@ class UpdateConfig(Section):
     """Prompts per optimizer step."""
     minibatch_samples: int | None = Field(None, ge=1)
     """Samples per optimizer step, instead of prompts."""
-    microbatch_tokens: int = Field(16_384, ge=1)
+    microbatch_tokens: int = Field(16_384, ge=1, json_schema_extra=MAY_CHANGE)
     """Packed tokens per forward and backward; does not change the result."""
-    logit_chunk_tokens: int | None = Field(None, ge=1)
+    logit_chunk_tokens: int | None = Field(None, ge=1, json_schema_extra=MAY_CHANGE)
     """Tokens whose logits are in memory at a time, None: as many as fit 512 MiB; does not change the result."""
-    share_prefixes: bool = True
+    share_prefixes: bool = Field(True, json_schema_extra=MAY_CHANGE)
     """Run once over the tokens that samples of a tree share; does not change the result beyond rounding."""
-    gradient_checkpointing: bool = True
+    gradient_checkpointing: bool = Field(True, json_schema_extra=MAY_CHANGE)
     """Recompute activations in the backward pass."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this global norm."""
@@ -209,14 +284,20 @@ class UpdateConfig(Section):
 
 
 class VerifyConfig(Section):
-    """The verifier."""
+    """How rewards are run: limits of worker processes and of calls."""
 
-    workers: int | None = Field(None, ge=1)
+    workers: int | None = Field(None, ge=1, json_schema_extra=MAY_CHANGE)
     """Worker processes; None: one per core, at most 4."""
     timeout_s: float = Field(5.0, gt=0)
     """Wall limit of one answer, seconds."""
-    memory_mb: int = Field(2048, ge=256)
+    memory_mb: int = Field(2048, ge=256, json_schema_extra=MAY_CHANGE)
     """Memory limit of one worker, MB."""
+    concurrency: int = Field(64, ge=1, json_schema_extra=MAY_CHANGE)
+    """Calls of an async reward that run at the same time."""
+    async_timeout_s: float = Field(60.0, gt=0)
+    """Wall limit of one call of an async reward, seconds."""
+    max_error_share: float = Field(0.5, ge=0, le=1)
+    """A batch of which a larger share are errors of ours stops the run with the cause."""
 
 
 class EvaluationConfig(Section):
@@ -243,34 +324,37 @@ class EvaluationConfig(Section):
 class RunConfig(Section):
     """The run."""
 
-    iterations: int = Field(500, ge=1)
+    iterations: int = Field(500, ge=1, json_schema_extra=MAY_CHANGE)
     """Iterations of the loop."""
     seed: int = Field(0, ge=0)
     """Seed of everything that is random."""
-    generated_tokens: int | None = Field(None, ge=1)
+    generated_tokens: int | None = Field(None, ge=1, json_schema_extra=MAY_CHANGE)
     """Stop once so many tokens were generated, for comparisons at equal cost; None: no limit."""
-    checkpoint_every: int = Field(10, ge=1)
+    checkpoint_every: int = Field(10, ge=1, json_schema_extra=MAY_CHANGE)
     """Write a checkpoint every so many iterations, and at the end."""
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(2, ge=1, json_schema_extra=MAY_CHANGE)
     """Older checkpoints are deleted."""
-    save_rollouts_every: int = Field(1, ge=0)
+    save_rollouts_every: int = Field(1, ge=0, json_schema_extra=MAY_CHANGE)
     """Write forests to parquet every so many iterations; 0: never."""
-    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = Field((), json_schema_extra=MAY_CHANGE)
     """Trackers that mirror metrics.jsonl."""
 
 
 class Config(Section):
     """All of a run."""
 
-    about: str = ""
+    about: str = Field("", json_schema_extra=MAY_CHANGE)
     """What the preset is, in one line."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
+    reward: Annotated[tuple[RewardConfig, ...], BeforeValidator(as_rewards)] = (RewardConfig(name="math"),)
+    """Rewards, added up by weight; the first one says which responses are right."""
     algo: AlgoConfig = AlgoConfig()
     update: UpdateConfig = UpdateConfig()
     verify: VerifyConfig = VerifyConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    engine: EngineConfig = EngineConfig()
     run: RunConfig = RunConfig()
 
 
@@ -364,6 +448,17 @@ def _optional_keys(section: type[BaseModel] = Config, prefix: str = "") -> set[s
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             found |= _optional_keys(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+def may_change(section: type[BaseModel] = Config, prefix: str = "") -> set[str]:
+    """Dotted keys that may have another value when a run is resumed."""
+    found: set[str] = set()
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= may_change(field.annotation, f"{prefix}{name}.")
+        elif field.json_schema_extra == MAY_CHANGE:
+            found.add(f"{prefix}{name}")
     return found
 
 

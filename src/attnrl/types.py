@@ -7,7 +7,7 @@ Token ids are int32 arrays, log-probs and scores float32 arrays; arrays in a rec
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,6 +56,7 @@ class Prompt:
     answers: tuple[str, ...]  # alternatives, each right
     problem: str = ""  # the problem's own words, without template
     source: str = ""  # data set it came from
+    row: dict[str, Any] = field(default_factory=dict)  # the other columns of its row, as JSON holds them
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class Request:
     context: Ids  # [P] or [P + kept response tokens]
     max_tokens: int  # at least 1
     seed: int  # the draw depends on context, weights and this seed alone
+    tree: str = ""  # "uid/trunk": a trunk and its branches name the same, for engines that route or cache by it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,18 +119,58 @@ class Step:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Is the answer right? The error kind is kept apart from "wrong": an error is no evidence.
+@dataclass(frozen=True, slots=True, eq=False)
+class Attempt:
+    """A finished response as a reward sees it, with all that is known of its problem.
 
-    >>> Verdict(reward=1.0, rule="number", answer="4").error is None
-    True
+    >>> Attempt("1+1?", ("2",), "It is 2.", row={"level": 1}).row["level"]
+    1
     """
 
-    reward: float  # 1.0 right, 0.0 otherwise
+    problem: str  # own words, without template
+    answers: tuple[str, ...]  # alternatives, each right
+    response: str  # the whole response; of a branch, prefix and continuation
+    finish: Finish | None = "stop"  # "length": cut off by the length limit; None: not known
+    tokens: int = 0  # of the response; 0: not known
+    row: Mapping[str, Any] = field(default_factory=dict)  # the other columns of the problem's row
+
+
+RIGHT_ABOVE = 0.5  # a reward above this is that of a right answer, where nothing else says what right is
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a response earns, and whether it is right. Values and advantages use `reward`, difficulty and solve ratios
+    `right`. The error kind is kept apart from "wrong": a failure of ours is no evidence.
+
+    >>> Verdict(reward=1.0, rule="number", answer="4").right, Verdict(reward=0.9, rule="tests", right=False).right
+    (True, False)
+    """
+
+    reward: float
     rule: str  # the rule that decided
     answer: str | None = None  # the extracted answer
-    error: str | None = None  # None, "timeout", "crash", "memory", ...
+    error: str | None = None  # None, or what of ours failed: "crash", "timeout", ...
+    right: bool = None  # type: ignore[assignment]  # None: whether the reward is above RIGHT_ABOVE
+    parts: dict[str, float] = field(default_factory=dict)  # the rewards it is the weighted sum of, by name
+
+    def __post_init__(self) -> None:
+        if self.right is None:
+            object.__setattr__(self, "right", self.reward > RIGHT_ABOVE)
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What a scoring forward is asked for.
+
+    >>> Scoring(fci=False).delta
+    4
+    """
+
+    fci: bool = True  # False: log-probs and entropy only
+    delta: int = 4  # steps between a step and the text whose attention counts, Delta of Eq. 5
+    key_reduce: Literal["mean", "sum"] = "mean"  # over the tokens of the step attended to
+    temperature: float = 1.0  # of the sampler: scores are those of the distribution drawn from
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,6 +215,10 @@ class Trunk:
     def reward(self) -> float:
         return self.verdict.reward
 
+    @property
+    def right(self) -> bool:
+        return self.verdict.right
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
@@ -184,7 +230,16 @@ class Group:
     @property
     def accuracy(self) -> float:
         """Share of right trunks, the paper's z."""
-        return sum(t.reward for t in self.trunks) / len(self.trunks)
+        return sum(t.right for t in self.trunks) / len(self.trunks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """What a prompt filter decides of a batch of groups, and what it remembers for the next batch."""
+
+    mask: tuple[bool, ...]  # one entry a group: whether it is branched and trained on
+    memory: dict[str, Any]  # as JSON holds it
+    reasons: tuple[str, ...]  # one entry a group: why it was dropped; "" where it was kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,6 +257,10 @@ class Branch:
     @property
     def reward(self) -> float:
         return self.verdict.reward
+
+    @property
+    def right(self) -> bool:
+        return self.verdict.right
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -253,8 +312,7 @@ class State:
     batch_size: float  # B_m of Eq. 10, in prompts, never rounded here
     iteration: int = 0  # iterations done
     waiting: tuple[Group, ...] = ()  # trunks that wait for their branches
-    fci_sum: float = 0.0  # running mean of Eq. 8: sum over prompts in scope ...
-    fci_count: int = 0  # ... and their number
+    memory: dict[str, Any] = field(default_factory=dict)  # of the prompt filter: the running mean of Eq. 8
     stream: dict[str, Any] = field(default_factory=dict)  # position of the prompt stream
     rng: dict[str, Any] = field(default_factory=dict)  # bit generator state of the run
     generated_tokens: int = 0  # drawn since the start
