@@ -1,3 +1,19 @@
-"""attnrl: process-supervised RL for reasoning models, after "Attention as a Compass" (AttnRL)."""
+"""attnrl: process-supervised RL for reasoning models. Names are loaded on first use: `import attnrl` stays light."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnrl.config import load_config
+    from attnrl.launch import evaluate, score, train
 
 __version__ = "0.1.0"
+__all__ = ["evaluate", "load_config", "score", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("attnrl.config" if name == "load_config" else "attnrl.launch"), name)

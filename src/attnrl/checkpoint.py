@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from attnrl.types import Group, Prompt, Rollout, Scores, State, Step, Trunk, Verdict
 
 ARRAYS = ("ids", "sampled", "logprobs", "entropy", "fci", "steps")
-SCALARS = ("batch_size", "iteration", "fci_sum", "fci_count", "stream", "rng", "generated_tokens")
+SCALARS = tuple(f.name for f in fields(State) if f.name != "waiting")
+WORDS = tuple(f.name for f in fields(Prompt) if f.name != "ids")
 
 
 def save_state(path: Path, state: State) -> None:
@@ -35,9 +36,7 @@ def save_state(path: Path, state: State) -> None:
             }
             rollout = {"finish": trunk.rollout.finish, "version": trunk.rollout.version}
             trunks.append({**rollout, "verdict": asdict(trunk.verdict)})
-        prompt = group.prompt
-        words = {"uid": prompt.uid, "answers": prompt.answers, "problem": prompt.problem, "source": prompt.source}
-        groups.append({"prompt": words, "trunks": trunks})
+        groups.append({"prompt": {name: getattr(group.prompt, name) for name in WORDS}, "trunks": trunks})
     np.savez(path / "state.npz", **arrays)  # type: ignore[arg-type]
     scalars = {name: getattr(state, name) for name in SCALARS}
     (path / "state.json").write_text(json.dumps({**scalars, "waiting": groups}))

@@ -334,6 +334,8 @@ class RunConfig(Section):
     """Write a checkpoint every so many iterations, and at the end."""
     keep_checkpoints: int = Field(2, ge=1, json_schema_extra=MAY_CHANGE)
     """Older checkpoints are deleted."""
+    keep_best: str | None = Field(None, json_schema_extra=MAY_CHANGE)
+    """A metric, such as "eval/math500/pass@1": the checkpoint with its highest value is kept in best/; None: none."""
     save_rollouts_every: int = Field(1, ge=0, json_schema_extra=MAY_CHANGE)
     """Write forests to parquet every so many iterations; 0: never."""
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = Field((), json_schema_extra=MAY_CHANGE)

@@ -25,3 +25,11 @@ class MissingExtraError(AttnRLError, ImportError):
 
 class TrainingError(AttnRLError, RuntimeError):
     """Training cannot go on, for example after repeated non-finite gradients."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the work in good order; the message says what goes on from there."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number

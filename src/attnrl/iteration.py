@@ -1,6 +1,8 @@
 """One training iteration, in the words of the paper: plan, sample, score, update, adapt.
 
-Two schedules over the same functions: one step off-policy (AttnRL, Sec. 3.3), and on-policy (GRPO, TreeRL).
+A schedule is any function `(state, parts) -> Outcome`; those here are made of the same functions and named in
+`SCHEDULES`: one step off-policy (AttnRL, Sec. 3.3), on-policy (GRPO, TreeRL), and on-policy with prompts drawn until
+the batch is full (DAPO).
 """
 
 from __future__ import annotations
@@ -11,18 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from attnrl.algo.adaptive import Budget, Scope, attention_filter, next_batch_size
+from attnrl.algo.adaptive import Budget, Filter, next_batch_size
 from attnrl.algo.advantages import Estimator
 from attnrl.algo.branching import Rule
+from attnrl.algo.credit import Credit, weigh
 from attnrl.algo.forest import Plan, branch_requests, plan, plant, trunk_requests, whole_responses
 from attnrl.algo.samples import Drop, with_signal
 from attnrl.algo.statistics import forest_statistics, generation_statistics, group_statistics, sample_statistics
 from attnrl.backend import Backend
 from attnrl.types import (
+    Attempt,
     Forest,
     Group,
     Ids,
@@ -33,8 +37,10 @@ from attnrl.types import (
     Sampling,
     ScoreRequest,
     Scores,
+    Scoring,
     State,
     Step,
+    Tree,
     Trunk,
     Verdict,
 )
@@ -46,41 +52,33 @@ class Stream(Protocol):
     def draw(self, position: dict[str, Any], n: int) -> tuple[list[Prompt], dict[str, Any]]: ...
 
 
-Grade = Callable[[Sequence[tuple[Ids, tuple[str, ...]]]], list[Verdict]]
+Grade = Callable[[Sequence[Attempt]], list[Verdict]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """What an iteration is made of; the command line puts it together from a config."""
+    """What an iteration is made of; `attnrl.launch` puts it together from a config."""
 
     backend: Backend
     stream: Stream
+    decode: Callable[[Ids], str]  # response -> text
     segment: Callable[[Ids], tuple[Step, ...]]  # response -> steps
-    grade: Grade  # (response, answers) -> verdict
+    grade: Grade  # attempts -> verdicts
     rule: Rule  # where to branch, Eq. 7
+    filter: Filter  # which prompts, Eq. 8
     budget: Budget  # trees per prompt, Eq. 9
     estimator: Estimator  # advantages, Eq. 2-3
     sampling: Sampling
     max_response_tokens: int
+    scoring: Scoring | None  # None: no part reads what a scoring forward gives
+    credit: Credit | None = None  # weights on the advantages of tokens; None: all 1
     prompts: int = 64  # first and target batch, in prompts
     group: int = 6
-    points: int = 2
     width: int = 2
-    filter: Scope = "easy"  # Eq. 8
-    mode: Literal["paper", "released"] = "paper"
-    needs_scores: bool = True
-    adaptive_batch: bool = True  # Eq. 10
+    target_samples: int | None = None  # B' of Eq. 10: the samples a full batch has; None: every batch has `prompts`
     history: float = 0.9
     max_prompts: int = 256
     drop: Drop = "samples"
-    grade_truncated: bool = False
-    activity: Callable[[], dict[str, float]] = dict  # the engine's own metrics since it was last asked
-
-    @property
-    def target_samples(self) -> int:
-        """B': the samples a full batch has."""
-        leaves = self.group * (1 + self.points * self.width)
-        return self.prompts * leaves
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,14 +89,16 @@ class Outcome:
     metrics: dict[str, float]
     forests: list[Forest]
     samples: list[Sample]
+    dropped: list[Forest] = field(default_factory=list)  # prompts the filter dropped, their trunks as single leaves
 
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds per phase, and verdicts that are errors by their kind."""
+    """Seconds per phase, verdicts that are errors by their kind, and the rewards that verdicts are made of."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     errors: Counter[str] = field(default_factory=Counter)
+    rewards: dict[str, list[float]] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -106,11 +106,18 @@ class Clock:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def count(self, verdicts: Sequence[Verdict]) -> None:
+        self.errors.update(v.error.partition(":")[0] for v in verdicts if v.error is not None)
+        for verdict in verdicts:
+            for name, value in verdict.parts.items():
+                self.rewards.setdefault(name, []).append(value)
+
     def metrics(self) -> dict[str, float]:
+        rewards = {f"reward/{name}": float(np.mean(values)) for name, values in self.rewards.items()}
         named = {f"seconds/{name}": spent for name, spent in self.seconds.items()}
         errors = {f"verify/{kind}": float(count) for kind, count in self.errors.items()}
         total = {"verify/errors": float(self.errors.total()), "seconds/iteration": sum(named.values())}
-        return {**errors, **named, **total}
+        return {**rewards, **errors, **named, **total}
 
 
 def one_step_off_policy(state: State, parts: Parts) -> Outcome:
@@ -123,10 +130,7 @@ def one_step_off_policy(state: State, parts: Parts) -> Outcome:
     if not state.waiting:  # before the first iteration no trunks wait yet
         state, primed = prime(state, parts, rng, clock)
     # plan
-    kept, fci_sum, fci_count = attention_filter(
-        state.waiting, scope=parts.filter, mode=parts.mode, fci_sum=state.fci_sum, fci_count=state.fci_count
-    )
-    plans = [plan(group, rule=parts.rule, budget=parts.budget, rng=rng) for group in kept]
+    plans, dropped, memory = plan_branches(state.waiting, state.memory, parts, rng)
     prompts, stream = parts.stream.draw(state.stream, round(state.batch_size))
     # sample
     branches, trunks = request_branches(plans, parts, rng), request_trunks(prompts, parts, rng)
@@ -142,41 +146,49 @@ def one_step_off_policy(state: State, parts: Parts) -> Outcome:
     with clock.phase("update"):
         samples, learned = update(forests, parts, rng)
     # adapt
-    batch_size = adapt(state.batch_size, samples, parts)
-    after = replace(
-        state,
-        iteration=state.iteration + 1,
-        batch_size=batch_size,
-        waiting=tuple(waiting),
-        fci_sum=fci_sum,
-        fci_count=fci_count,
-        stream=stream,
-        rng=dict(rng.bit_generator.state),
-        generated_tokens=state.generated_tokens + sum(len(r.ids) for r in rollouts),
-    )
-    metrics = describe(state, state.waiting, forests, samples, [*primed, *rollouts], parts)
-    metrics |= learned | parts.activity() | clock.metrics()
-    return Outcome(after, metrics, forests, samples)
+    after = adapt(state, samples, rollouts, parts, rng, waiting=tuple(waiting), memory=memory, stream=stream)
+    metrics = describe(state, state.waiting, forests, [*primed, *rollouts], parts)
+    return Outcome(after, metrics | learned | clock.metrics(), forests, samples, dropped)
 
 
 def on_policy(state: State, parts: Parts) -> Outcome:
     """An iteration with two generation calls, trunks and then branches, all by the policy that is updated."""
+    return two_calls(state, parts, fill=False)
+
+
+def dynamic(state: State, parts: Parts) -> Outcome:
+    """The on-policy iteration with trunks drawn until the filter has kept `prompts` prompts, or `max_prompts` were
+    drawn (DAPO's dynamic sampling, with the filter "has_spread").
+    """
+    return two_calls(state, parts, fill=True)
+
+
+def two_calls(state: State, parts: Parts, *, fill: bool) -> Outcome:
+    """Trunks, then branches, then update; with `fill`, more trunks while fewer than `prompts` prompts are kept."""
     clock, rng = Clock(), restore(state.rng)
-    # plan
-    prompts, stream = parts.stream.draw(state.stream, round(state.batch_size))
-    # sample
-    with clock.phase("generate"):
-        first = parts.backend.generate(request_trunks(prompts, parts, rng), parts.sampling)
-    with clock.phase("verify"):
-        verdicts = grade_trunks(prompts, first, parts, clock)
-    # score
-    with clock.phase("score"):
-        groups = score_trunks(prompts, first, verdicts, parts)
+    groups: list[Group] = []
+    plans: list[Plan] = []
+    dropped: list[Forest] = []
+    first: list[Rollout] = []
+    stream, memory, drawn = state.stream, state.memory, 0
+    while not drawn or (fill and len(plans) < parts.prompts and drawn < parts.max_prompts):
+        # sample
+        prompts, stream = parts.stream.draw(stream, round(state.batch_size))
+        with clock.phase("generate"):
+            rollouts = parts.backend.generate(request_trunks(prompts, parts, rng), parts.sampling)
+        with clock.phase("verify"):
+            verdicts = grade_trunks(prompts, rollouts, parts, clock)
+        # score
+        with clock.phase("score"):
+            fresh = score_trunks(prompts, rollouts, verdicts, parts)
+        # plan
+        kept, left_out, memory = plan_branches(fresh, memory, parts, rng)
+        groups, plans, dropped, first = groups + fresh, plans + kept, dropped + left_out, first + rollouts
+        drawn += len(prompts)
     # branch
-    kept, fci_sum, fci_count = attention_filter(
-        groups, scope=parts.filter, mode=parts.mode, fci_sum=state.fci_sum, fci_count=state.fci_count
-    )
-    plans = [plan(group, rule=parts.rule, budget=parts.budget, rng=rng) for group in kept]
+    if fill:
+        surplus, plans = plans[parts.prompts :], plans[: parts.prompts]
+        dropped += [untrained(p.group, "the batch was full") for p in surplus]
     branches = request_branches(plans, parts, rng)
     with clock.phase("generate"):
         second = parts.backend.generate(branches, parts.sampling) if branches else []
@@ -186,26 +198,16 @@ def on_policy(state: State, parts: Parts) -> Outcome:
     with clock.phase("update"):
         samples, learned = update(forests, parts, rng)
     # adapt
-    after = replace(
-        state,
-        iteration=state.iteration + 1,
-        batch_size=adapt(state.batch_size, samples, parts),
-        fci_sum=fci_sum,
-        fci_count=fci_count,
-        stream=stream,
-        rng=dict(rng.bit_generator.state),
-        generated_tokens=state.generated_tokens + sum(len(r.ids) for r in [*first, *second]),
-    )
-    metrics = (
-        describe(state, groups, forests, samples, [*first, *second], parts)
-        | learned
-        | parts.activity()
-        | clock.metrics()
-    )
-    return Outcome(after, metrics, forests, samples)
+    after = adapt(state, samples, [*first, *second], parts, rng, memory=memory, stream=stream)
+    metrics = describe(state, groups, forests, [*first, *second], parts)
+    return Outcome(after, metrics | learned | clock.metrics(), forests, samples, dropped)
 
 
-SCHEDULES = {"one_step_off_policy": one_step_off_policy, "on_policy": on_policy}
+SCHEDULES: dict[str, Callable[[State, Parts], Outcome]] = {
+    "one_step_off_policy": one_step_off_policy,
+    "on_policy": on_policy,
+    "dynamic": dynamic,
+}
 
 
 def first_state(parts: Parts, seed: int) -> State:
@@ -233,9 +235,28 @@ def prime(state: State, parts: Parts, rng: np.random.Generator, clock: Clock) ->
     return replace(state, waiting=tuple(waiting), stream=stream, generated_tokens=drawn), rollouts
 
 
+def plan_branches(
+    groups: Sequence[Group], memory: dict[str, Any], parts: Parts, rng: np.random.Generator
+) -> tuple[list[Plan], list[Forest], dict[str, Any]]:
+    """Where the prompts that the filter keeps branch (Eq. 7-9), what it dropped and why, and what it remembers."""
+    kept = parts.filter(groups, memory)
+    plans, dropped = [], []
+    for group, keep, reason in zip(groups, kept.mask, kept.reasons, strict=True):
+        if keep:
+            plans.append(plan(group, rule=parts.rule, budget=parts.budget, trunks=parts.group, rng=rng))
+        else:
+            dropped.append(untrained(group, reason))
+    return plans, dropped, kept.memory
+
+
+def untrained(group: Group, reason: str) -> Forest:
+    """A prompt that is left out of training, for the record: its trunks as trees of one leaf."""
+    return Forest(group.prompt, tuple(Tree(trunk) for trunk in group.trunks), reason)
+
+
 def request_trunks(prompts: Sequence[Prompt], parts: Parts, rng: np.random.Generator) -> list[Request]:
     limit = parts.max_response_tokens
-    return [r for p in prompts for r in trunk_requests(p.ids, group=parts.group, max_tokens=limit, rng=rng)]
+    return [r for p in prompts for r in trunk_requests(p, group=parts.group, max_tokens=limit, rng=rng)]
 
 
 def request_branches(plans: Sequence[Plan], parts: Parts, rng: np.random.Generator) -> list[Request]:
@@ -246,12 +267,13 @@ def request_branches(plans: Sequence[Plan], parts: Parts, rng: np.random.Generat
 def grade(
     responses: Sequence[Ids], rollouts: Sequence[Rollout], prompts: Sequence[Prompt], parts: Parts, clock: Clock
 ) -> list[Verdict]:
-    """Verdicts of whole responses; one cut off by the length limit is wrong without being read."""
-    verdicts = [Verdict(0.0, "truncated")] * len(responses)
-    read = [i for i, r in enumerate(rollouts) if r.finish == "stop" or parts.grade_truncated]
-    for i, verdict in zip(read, parts.grade([(responses[i], prompts[i].answers) for i in read]), strict=True):
-        verdicts[i] = verdict
-    clock.errors.update(v.error for v in verdicts if v.error is not None)
+    """Verdicts of whole responses."""
+    attempts = [
+        Attempt(prompt.problem, prompt.answers, parts.decode(ids), rollout.finish, len(ids), prompt.row)
+        for ids, rollout, prompt in zip(responses, rollouts, prompts, strict=True)
+    ]
+    verdicts = parts.grade(attempts)
+    clock.count(verdicts)
     return verdicts
 
 
@@ -279,9 +301,9 @@ def score_trunks(
     """
     owners = [p for p in prompts for _ in range(parts.group)]
     steps = [parts.segment(r.ids) for r in rollouts]
-    if parts.needs_scores:
+    if parts.scoring is not None:
         asked = [ScoreRequest(p.ids, r.ids, s) for p, r, s in zip(owners, rollouts, steps, strict=True)]
-        scores = parts.backend.score(asked)
+        scores = parts.backend.score(asked, parts.scoring)
     else:
         scores = [unscored(r, s) for r, s in zip(rollouts, steps, strict=True)]
     trunks = [Trunk(*row) for row in zip(rollouts, verdicts, steps, scores, strict=True)]
@@ -304,18 +326,37 @@ def update(forests: Sequence[Forest], parts: Parts, rng: np.random.Generator) ->
     every = [sample for forest in forests for sample in parts.estimator(forest, rng)]
     samples = with_signal(every, parts.drop)
     metrics = sample_statistics(every, samples)
+    if parts.credit is not None and samples:
+        asked = [ScoreRequest(s.prompt, s.response, (Step(0, len(s.response)),)) for s in samples]
+        scoring = replace(parts.scoring or Scoring(temperature=parts.sampling.temperature), fci=False)
+        samples = weigh(samples, parts.credit(samples, parts.backend.score(asked, scoring)))
     if any(sample.has_signal for sample in samples):
         metrics |= parts.backend.update(samples)
     return samples, metrics
 
 
-def adapt(batch_size: float, samples: Sequence[Sample], parts: Parts) -> float:
-    """The next batch size. Paper: Eq. 10."""
-    if not parts.adaptive_batch:
-        return batch_size
-    valid = sum(s.has_signal for s in samples)
-    return next_batch_size(
-        batch_size, target=parts.target_samples, valid=valid, history=parts.history, max_prompts=parts.max_prompts
+def adapt(
+    state: State,
+    samples: Sequence[Sample],
+    rollouts: Sequence[Rollout],
+    parts: Parts,
+    rng: np.random.Generator,
+    **changes: Any,
+) -> State:
+    """The state of the next iteration, with its batch size. Paper: Eq. 10."""
+    size = state.batch_size
+    if parts.target_samples is not None:
+        valid = sum(s.has_signal for s in samples)
+        size = next_batch_size(
+            size, target=parts.target_samples, valid=valid, history=parts.history, max_prompts=parts.max_prompts
+        )
+    return replace(
+        state,
+        iteration=state.iteration + 1,
+        batch_size=size,
+        rng=dict(rng.bit_generator.state),
+        generated_tokens=state.generated_tokens + sum(len(r.ids) for r in rollouts),
+        **changes,
     )
 
 
@@ -323,11 +364,10 @@ def describe(
     state: State,
     groups: Sequence[Group],
     forests: Sequence[Forest],
-    samples: Sequence[Sample],
     rollouts: Sequence[Rollout],
     parts: Parts,
 ) -> dict[str, float]:
-    """The iteration's metrics, after the paper's figures."""
+    """The iteration's metrics, after the paper's figures, and the engine's own."""
     return {
         "iteration": float(state.iteration + 1),
         "batch/prompts": float(len(groups)),
@@ -337,4 +377,5 @@ def describe(
         **group_statistics(groups),
         **forest_statistics(forests),
         **generation_statistics(rollouts),
+        **parts.backend.metrics(),
     }

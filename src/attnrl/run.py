@@ -5,6 +5,7 @@
     metrics.jsonl              one object an iteration
     forests/000001.parquet     every rollout of an iteration
     checkpoints/000010/        model, optimizer and state, written whole or not at all
+    best/                      the same of the iteration with the best value of run.keep_best, and best.json
 
 A checkpoint holds all that the next iteration needs. Resuming drops what was recorded after it, so that a run that was
 killed and resumed leaves the same record as one that was not.
@@ -31,29 +32,13 @@ import pyarrow.parquet as pq
 from attnrl import __version__
 from attnrl.backend import Backend
 from attnrl.checkpoint import load_state, save_state
+from attnrl.config import may_change
 from attnrl.errors import ConfigError
 from attnrl.types import Forest, Ids, State
 
 PACKAGES = ("torch", "transformers", "numpy", "math-verify", "triton", "vllm", "verl")
-MAY_CHANGE = (  # keys that change no result, or only how far a run goes
-    "about",
-    "run.iterations",
-    "run.generated_tokens",
-    "run.checkpoint_every",
-    "run.keep_checkpoints",
-    "run.save_rollouts_every",
-    "run.trackers",
-    "sampling.rows",
-    "model.threads",
-    "update.microbatch_tokens",
-    "update.logit_chunk_tokens",
-    "update.gradient_checkpointing",
-    "update.share_prefixes",
-    "verify.workers",
-    "verify.memory_mb",
-)
 TRACKED = ("tensorboard", "tracker_id", "wandb")
-OURS = ("config.json", "config.tmp", "environment.json", "checkpoints", "forests", "lock", *TRACKED)
+OURS = ("config.json", "config.tmp", "environment.json", "checkpoints", "forests", "best", "lock", *TRACKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +74,41 @@ class Run:
     def checkpoint(self, state: State, backend: Backend, keep: int) -> Path:
         """Write a checkpoint atomically and delete all but the newest `keep`."""
         target = self.path / "checkpoints" / f"{state.iteration:06d}"
+        self._write_whole(target, state, backend)
+        for old in self.checkpoints[:-keep]:
+            shutil.rmtree(old)
+        return target
+
+    def keep_best(self, state: State, backend: Backend, metric: str, value: float) -> None:
+        """Write `best/` anew where the metric is higher than of the iteration that it holds."""
+        target = self.path / "best"
+        held = json.loads((target / "best.json").read_text()) if (target / "best.json").exists() else None
+        if held is None or held["metric"] != metric or value > held["value"]:
+            words = {"metric": metric, "value": value, "iteration": state.iteration}
+            self._write_whole(target, state, backend, words)
+
+    def _write_whole(
+        self, target: Path, state: State, backend: Backend, best: dict[str, Any] | None = None
+    ) -> None:
+        """A checkpoint at `target`, written beside it and renamed, so that a kill leaves the old one or the new one."""
         unfinished = target.with_name(f".unfinished-{target.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         backend.save(unfinished)
         save_state(unfinished, state)
+        if best is not None:
+            (unfinished / "best.json").write_text(json.dumps(best) + "\n")
         _sync(unfinished)
+        shutil.rmtree(target, ignore_errors=True)
         unfinished.rename(target)
         _sync(target.parent)
-        for old in self.checkpoints[:-keep]:
-            shutil.rmtree(old)
-        return target
 
     def resume(self, backend: Backend) -> State | None:
         """The state of the newest checkpoint, loaded into the backend; None where there is none yet.
 
         What was recorded after that checkpoint is dropped: it will be recorded again.
         """
-        for leftover in (self.path / "checkpoints").glob(".unfinished-*"):
+        for leftover in (*self.path.glob(".unfinished-*"), *(self.path / "checkpoints").glob(".unfinished-*")):
             shutil.rmtree(leftover)
         newest = self.checkpoints[-1] if self.checkpoints else None
         state = None
@@ -141,8 +143,14 @@ def check_run(path: Path, config: dict[str, Any], *, resume: bool) -> State | No
         raise ConfigError(f"--run-dir {path} already holds a run; add --resume to continue it, or choose another")
     if recorded:
         changed = _differences(json.loads((path / "config.json").read_text()), config)
-        if wrong := [key for key in changed if key not in MAY_CHANGE]:
-            raise ConfigError(f"--run-dir {path} was started with other values of: {', '.join(wrong)}")
+        free = may_change()
+        if wrong := {key: values for key, values in changed.items() if key not in free}:
+            lines = "".join(f"\n  {key}: was {old!r}, is now {new!r}" for key, (old, new) in wrong.items())
+            raise ConfigError(
+                f"--run-dir {path} was started with other values of:{lines}\n"
+                f"resume with the old ones (attnrl train --resume --run-dir {path} needs no others), or start a new "
+                f"run; what may change is {', '.join(sorted(free))}"
+            )
     elif path.is_dir() and (strange := sorted({p.name for p in path.iterdir()} - {*OURS})):
         raise ConfigError(f"--run-dir {path} holds no run but other things ({strange[0]}, ...); choose another")
     return load_state(run.checkpoints[-1]) if run.checkpoints else None
@@ -262,15 +270,15 @@ FOREST_SCHEMA = pa.schema(
 )
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted keys in which two configs differ."""
-    found = []
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted keys in which two configs differ, with both values."""
+    found: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*old, *new}):
         a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{prefix}{key}.")
+        if isinstance(a, dict) and isinstance(b, dict) and not key.endswith("options"):
+            found |= _differences(a, b, f"{prefix}{key}.")
         elif a != b:
-            found.append(f"{prefix}{key}")
+            found[f"{prefix}{key}"] = (a, b)
     return found
 
 

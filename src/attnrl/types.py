@@ -277,6 +277,7 @@ class Forest:
 
     prompt: Prompt
     trees: tuple[Tree, ...]
+    reason: str = ""  # why the filter dropped its prompt; "": it was not dropped
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
 from attnrl.algo.branching import candidates
-from attnrl.types import Group
+from attnrl.algo.parts import reads
+from attnrl.types import Group, Kept
 
-Scope = Literal["none", "easy", "all"]
 Budget = Callable[[float, int], int]
+Filter = Callable[[Sequence[Group], Mapping[str, Any]], Kept]
+
+MOST_GROWTH = 2.0  # of the batch size in one iteration
 
 
 def mean_fci(group: Group, *, mode: Literal["paper", "released"] = "paper") -> float:
@@ -30,34 +34,63 @@ def mean_fci(group: Group, *, mode: Literal["paper", "released"] = "paper") -> f
     return float(np.mean(means))
 
 
-def in_scope(group: Group, scope: Scope) -> bool:
-    """Whether the filter looks at this prompt: "easy" those with all trunks right, "all" every one."""
-    return scope == "all" or (scope == "easy" and group.accuracy == 1.0)
+@reads()
+def every_prompt(groups: Sequence[Group], memory: Mapping[str, Any]) -> Kept:
+    """No filter: every prompt is branched and trained on."""
+    return Kept((True,) * len(groups), dict(memory), ("",) * len(groups))
 
 
-def attention_filter(
+@reads("fci")
+def attention(
     groups: Sequence[Group],
+    memory: Mapping[str, Any],
     *,
-    scope: Scope = "easy",
+    scope: Literal["easy", "all"] = "easy",
     mode: Literal["paper", "released"] = "paper",
-    fci_sum: float = 0.0,
-    fci_count: int = 0,
-) -> tuple[list[Group], float, int]:
-    """The prompts to branch and train on, and the running sum and count of mean FCI.
+) -> Kept:
+    """The prompts whose trunks are attended to enough, and the running sum and count of mean FCI.
 
     A prompt in scope is kept if its mean FCI is at least the running mean over the prompts in scope seen so far, the
-    current batch included; a prompt out of scope is kept.
+    current batch included; a prompt out of scope is kept. Scope "easy" are those with all trunks right.
 
     Paper: Eq. 8. Deviation: scope "easy" (what Fig. 6 shows) is the default, "all" is the equation as printed.
     """
-    means = [mean_fci(g, mode=mode) if in_scope(g, scope) else math.nan for g in groups]
-    scored = [m if math.isfinite(m) else None for m in means]  # a broken score must not poison the running mean
-    seen = [s for s in scored if s is not None]
-    fci_sum, fci_count = fci_sum + sum(seen), fci_count + len(seen)
-    mean = fci_sum / fci_count if fci_count else 0.0
-    slack = 1e-9 * abs(mean)  # a prompt exactly at the mean must not fall to rounding
-    kept = [g for g, s in zip(groups, scored, strict=True) if s is None or s >= mean - slack]
-    return kept, fci_sum, fci_count
+    if scope not in ("easy", "all"):
+        raise ValueError(f"scope must be 'easy' or 'all', not {scope!r}")
+    looked_at = [scope == "all" or g.accuracy == 1.0 for g in groups]
+    means = [mean_fci(g, mode=mode) if look else math.nan for g, look in zip(groups, looked_at, strict=True)]
+    seen = [m for m in means if math.isfinite(m)]  # a broken score must not poison the running mean
+    total, count = memory.get("fci_sum", 0.0) + sum(seen), memory.get("fci_count", 0) + len(seen)
+    bar = total / count if count else 0.0
+    slack = 1e-9 * abs(bar)  # a prompt exactly at the mean must not fall to rounding
+    mask = tuple(not math.isfinite(m) or m >= bar - slack for m in means)
+    reasons = tuple(
+        "" if kept else f"filter: mean FCI {m:.4f} under the running mean {bar:.4f}"
+        for kept, m in zip(mask, means, strict=True)
+    )
+    return Kept(mask, {"fci_sum": total, "fci_count": count}, reasons)
+
+
+@reads()
+def not_all_right(groups: Sequence[Group], memory: Mapping[str, Any]) -> Kept:
+    """Without the prompts whose trunks are all right. Paper: Sec. 4.3."""
+    mask = tuple(g.accuracy < 1.0 for g in groups)
+    return Kept(mask, dict(memory), tuple("" if kept else "filter: all trunks right" for kept in mask))
+
+
+@reads()
+def has_spread(groups: Sequence[Group], memory: Mapping[str, Any]) -> Kept:
+    """The prompts whose trunks earn different rewards (DAPO's dynamic sampling keeps these)."""
+    mask = tuple(len({t.reward for t in g.trunks}) > 1 for g in groups)
+    return Kept(mask, dict(memory), tuple("" if kept else "filter: all trunks earn the same" for kept in mask))
+
+
+FILTERS: dict[str, Callable[..., Kept]] = {
+    "all": every_prompt,
+    "attention": attention,
+    "not_all_right": not_all_right,
+    "has_spread": has_spread,
+}
 
 
 def all_trees(accuracy: float, trees: int) -> int:
@@ -87,12 +120,40 @@ def choose_trunks(group: Group, trees: int, rng: np.random.Generator) -> list[in
 
     Of five right and one wrong trunk, two trees are the wrong one and a right one drawn at random.
     """
-    rewards = np.array([t.reward for t in group.trunks])
-    right = rewards > 0.5
+    right = np.array([t.right for t in group.trunks])
     minority = right if right.sum() * 2 <= len(right) else ~right
-    order = rng.permutation(len(rewards))
+    order = rng.permutation(len(right))
     ranked = sorted(order.tolist(), key=lambda i: not minority[i])  # stable: random within each outcome
     return sorted(ranked[:trees])
+
+
+def most_points(rule: Callable[..., Any]) -> int | None:
+    """The most branch points a bound rule gives a trunk: what it declares as `most_points`, or its keyword
+    `max_points`, or `points`; None where it does not say.
+    """
+    bound = rule.keywords if isinstance(rule, partial) else {}
+    declared = getattr(getattr(rule, "func", rule), "most_points", None)
+    if declared is not None:
+        return int(declared(**bound)) if callable(declared) else int(declared)
+    return next((int(bound[name]) for name in ("max_points", "points") if bound.get(name) is not None), None)
+
+
+def full_batch(
+    rule: Callable[..., Any], estimator: Callable[..., Any], *, prompts: int, group: int, width: int
+) -> int | None:
+    """B' of Eq. 10: the samples of a batch of `prompts` in which every sample has signal, as rule and estimator make
+    them; None where the rule does not say how many points it gives.
+
+    An estimator trains on every leaf, unless it declares `trains = "trunks"` or has a keyword `train_leaves`.
+    """
+    if getattr(getattr(estimator, "func", estimator), "trains", "leaves") == "trunks":
+        return prompts * group
+    points = most_points(rule)
+    if points is None:
+        return None
+    leaves = group * (1 + points * width)
+    bound = estimator.keywords.get("train_leaves") if isinstance(estimator, partial) else None
+    return prompts * (leaves if bound is None else min(leaves, int(bound)))
 
 
 def next_batch_size(
@@ -101,7 +162,8 @@ def next_batch_size(
     """Prompts to sample next time, from how many samples had signal (`valid`, B'') and how many should (`target`, B').
 
     Paper: Eq. 10. Deviation: the size stays a float and is rounded only when prompts are drawn; a rounded state
-    sticks wherever the change is under half a prompt. Without any signal the size stays.
+    sticks wherever the change is under half a prompt. Without any signal the size stays, and it never more than
+    doubles: a handful of valid samples says that little has signal, not how much a larger batch would have.
 
     >>> next_batch_size(64.0, target=1920, valid=960)
     70.4
@@ -109,4 +171,4 @@ def next_batch_size(
     if valid <= 0:
         return batch_size
     size = history * batch_size + (1.0 - history) * (target / valid) * batch_size
-    return float(min(max(size, 1.0), max_prompts))
+    return float(min(max(size, 1.0), MOST_GROWTH * batch_size, max_prompts))

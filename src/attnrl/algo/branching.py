@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from attnrl.algo.parts import reads
 from attnrl.types import Floats, Prompt, Step, Trunk
 
 Rule = Callable[[Prompt, Trunk, np.random.Generator], tuple[int, ...]]
@@ -59,6 +60,7 @@ def top_steps(
     return [k for k in allowed if scores[k] >= threshold - slack]
 
 
+@reads("fci")
 def fci(
     prompt: Prompt,
     trunk: Trunk,
@@ -106,16 +108,19 @@ def _top_tokens(scores: Floats, points: int) -> tuple[int, ...]:
     return tuple(sorted(int(p) for p in best))
 
 
+@reads()
 def surprisal(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: int = 2) -> tuple[int, ...]:
     """The tokens of highest surprisal, -log p of the drawn token (TreeRL's rule)."""
     return _top_tokens(-trunk.rollout.logprobs, points)
 
 
+@reads("entropy")
 def entropy(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: int = 2) -> tuple[int, ...]:
     """The tokens drawn at highest full entropy (TreeRL's variant; FR3E's anchors)."""
     return _top_tokens(trunk.scores.entropy, points)
 
 
+@reads()
 def random_steps(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: int = 2) -> tuple[int, ...]:
     """Starts of steps drawn at random without repetition (Tree-GRPO's random nodes; the ablation of FCI)."""
     allowed = candidates(trunk.steps)
@@ -123,6 +128,7 @@ def random_steps(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, poin
     return tuple(sorted(trunk.steps[allowed[i]].start for i in drawn))
 
 
+@reads()
 def uniform(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: int = 2) -> tuple[int, ...]:
     """Evenly spaced token offsets.
 
@@ -133,6 +139,7 @@ def uniform(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: i
     return tuple(sorted(p for p in spots if 0 < p < length))
 
 
+@reads()
 def every_step(
     prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, max_points: int | None = None
 ) -> tuple[int, ...]:
@@ -140,6 +147,7 @@ def every_step(
     return tuple(step.start for step in trunk.steps[1:])[:max_points]
 
 
+@reads()
 def fixed_segments(
     prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, segment_tokens: int = 512, max_points: int | None = None
 ) -> tuple[int, ...]:
@@ -147,6 +155,7 @@ def fixed_segments(
     return tuple(range(segment_tokens, len(trunk.rollout.ids), segment_tokens))[:max_points]
 
 
+@reads()
 def low_probability(
     prompt: Prompt,
     trunk: Trunk,
@@ -162,10 +171,13 @@ def low_probability(
     return tuple(int(p) for p in cuts if p > 0)[:max_points]
 
 
+@reads()
 def no_branches(prompt: Prompt, trunk: Trunk, rng: np.random.Generator) -> tuple[int, ...]:
     """No points: trunks alone (GRPO)."""
     return ()
 
+
+no_branches.most_points = 0  # type: ignore[attr-defined]
 
 RULES: dict[str, Callable[..., tuple[int, ...]]] = {
     "fci": fci,
@@ -178,13 +190,3 @@ RULES: dict[str, Callable[..., tuple[int, ...]]] = {
     "low_probability": low_probability,
     "none": no_branches,
 }
-
-
-def needs_scores(rule: str) -> bool:
-    """Whether a rule reads the scoring forward, not only the sampler's log-probs; a user's own rule may."""
-    return ":" in rule or rule in ("fci", "entropy")
-
-
-def needs_fci(rule: str) -> bool:
-    """Whether a rule reads FCI; a user's own rule may."""
-    return ":" in rule or rule == "fci"

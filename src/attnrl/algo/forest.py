@@ -10,7 +10,7 @@ import numpy as np
 from attnrl.algo.adaptive import Budget, choose_trunks
 from attnrl.algo.branching import Rule
 from attnrl.errors import ConfigError
-from attnrl.types import Branch, Forest, Group, Ids, Request, Rollout, Tree, Verdict
+from attnrl.types import Branch, Forest, Group, Ids, Prompt, Request, Rollout, Tree, Verdict
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,12 +26,13 @@ class Plan:
         return [(t, p) for t, points in enumerate(self.points) for p in points]
 
 
-def plan(group: Group, *, rule: Rule, budget: Budget, rng: np.random.Generator) -> Plan:
+def plan(group: Group, *, rule: Rule, budget: Budget, trunks: int, rng: np.random.Generator) -> Plan:
     """Which trunks of a prompt branch (Eq. 9) and where (Eq. 7).
 
-    A trunk of fewer than two tokens has no inner point and is never branched.
+    `trunks` is G, as many as were drawn; the group may have lost some to errors. A trunk of fewer than two tokens has
+    no inner point and is never branched.
     """
-    chosen = set(choose_trunks(group, budget(group.accuracy, len(group.trunks)), rng))
+    chosen = set(choose_trunks(group, budget(group.accuracy, trunks), rng))
     points: list[tuple[int, ...]] = []
     for i, trunk in enumerate(group.trunks):
         found = tuple(int(p) for p in rule(group.prompt, trunk, rng)) if i in chosen else ()
@@ -48,9 +49,14 @@ def draw_seed(rng: np.random.Generator) -> int:
     return int(rng.integers(2**63))
 
 
-def trunk_requests(prompt: Ids, *, group: int, max_tokens: int, rng: np.random.Generator) -> list[Request]:
+def tree_name(prompt: Prompt, trunk: int) -> str:
+    """The identity of a tree: its prompt and the number of its trunk."""
+    return f"{prompt.uid}/{trunk}"
+
+
+def trunk_requests(prompt: Prompt, *, group: int, max_tokens: int, rng: np.random.Generator) -> list[Request]:
     """One request per trunk of a prompt."""
-    return [Request(prompt, max_tokens, draw_seed(rng)) for _ in range(group)]
+    return [Request(prompt.ids, max_tokens, draw_seed(rng), tree_name(prompt, n)) for n in range(group)]
 
 
 def branch_requests(plan: Plan, *, width: int, max_tokens: int, rng: np.random.Generator) -> list[Request]:
@@ -58,7 +64,7 @@ def branch_requests(plan: Plan, *, width: int, max_tokens: int, rng: np.random.G
 
     A branch may use what its prefix left of the response limit `max_tokens`.
     """
-    prompt = plan.group.prompt.ids
+    prompt = plan.group.prompt
     requests = []
     for trunk, point in plan.spots:
         if point >= max_tokens:
@@ -66,8 +72,9 @@ def branch_requests(plan: Plan, *, width: int, max_tokens: int, rng: np.random.G
                 f"a branch at token {point} has nothing left of the response limit of {max_tokens} tokens: the trunk "
                 "was drawn under a larger limit; resume with that limit"
             )
-        context = np.concatenate([prompt, plan.group.trunks[trunk].rollout.ids[:point]])
-        requests += [Request(context, max_tokens - point, draw_seed(rng)) for _ in range(width)]
+        context = np.concatenate([prompt.ids, plan.group.trunks[trunk].rollout.ids[:point]])
+        name = tree_name(prompt, trunk)
+        requests += [Request(context, max_tokens - point, draw_seed(rng), name) for _ in range(width)]
     return requests
 
 

@@ -6,16 +6,45 @@ taken by those whose signature has them; options were written for this part and 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+Part = TypeVar("Part", bound=Callable[..., Any])
+
+READABLE = frozenset({"logprobs", "entropy", "fci"})  # what a scoring forward gives
+
+
+def reads(*what: str) -> Callable[[Part], Part]:
+    """Declares what of a scoring forward a part reads: "logprobs", "entropy", "fci", or nothing.
+
+    >>> @reads("fci")
+    ... def rule(prompt, trunk, rng): ...
+    >>> sorted(read_by(rule))
+    ['fci']
+    """
+    if unknown := set(what) - READABLE:
+        raise ValueError(f"a part can read {', '.join(sorted(READABLE))}, not {sorted(unknown)[0]!r}")
+
+    def declare(part: Part) -> Part:
+        part.reads = frozenset(what)  # type: ignore[attr-defined]
+        return part
+
+    return declare
+
+
+def read_by(part: Callable[..., Any]) -> frozenset[str]:
+    """What a part reads of a scoring forward; everything, where it does not say."""
+    declared: frozenset[str] = getattr(getattr(part, "func", part), "reads", READABLE)
+    return declared
 
 
 def bind(
     table: Mapping[str, Callable[..., Any]], name: str, options: Mapping[str, Any], knobs: Mapping[str, Any]
-) -> Callable[..., Any]:
+) -> partial[Any]:
     """The part called `name` with knobs and options bound. Raises ValueError with the choices at hand.
 
     >>> bind({"add": lambda x, *, y, z=0: x + y + z}, "add", {"z": 1}, {"y": 2, "unused": 3})(10)
@@ -26,7 +55,9 @@ def bind(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
     known = [n for n, p in taken.items() if p.kind is p.KEYWORD_ONLY]
     if not takes_any and (unknown := [o for o in options if o not in known]):
-        raise ValueError(f"{name!r} has no option {unknown[0]!r}; it has: {', '.join(known) or 'none'}")
+        raise ValueError(f"{name!r} has no option {unknown[0]!r}{near(unknown[0], known)}; it has: {listed(known)}")
+    if missing := [n for n in known if taken[n].default is inspect.Parameter.empty and n not in {*options, *knobs}]:
+        raise ValueError(f"{name!r} needs the option {missing[0]!r}")
     offered = {k: v for k, v in knobs.items() if k in known}
     return partial(part, **{**offered, **options})
 
@@ -35,9 +66,8 @@ def find(table: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., An
     """The function called `name`: ours, or the user's own by `package.module:function`."""
     if ":" not in name:
         if name not in table:
-            raise ValueError(
-                f"unknown name {name!r}; known: {', '.join(table)}, or your own as package.module:function"
-            )
+            known = f"known: {listed(table)}, or your own as package.module:function"
+            raise ValueError(f"unknown name {name!r}{near(name, table)}; {known}")
         return table[name]
     module, _, attribute = name.partition(":")
     try:
@@ -48,3 +78,17 @@ def find(table: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., An
         raise ValueError(f"{name!r} is not a function but {type(found).__name__}")
     function: Callable[..., Any] = found
     return function
+
+
+def near(name: str, known: Any) -> str:
+    """A hint at the nearest known name, empty where none is near.
+
+    >>> near("fcy", ["fci", "entropy"])
+    "; did you mean 'fci'?"
+    """
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def listed(names: Any) -> str:
+    return ", ".join(names) or "none"

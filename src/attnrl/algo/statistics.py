@@ -6,21 +6,21 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from attnrl.types import Forest, Group, Rollout, Sample
+from attnrl.types import Branch, Forest, Group, Rollout, Sample, Trunk
 
 
-def solve_ratios(name: str, outcomes: Iterable[Sequence[float]]) -> dict[str, float]:
-    """Share of prompts solved by all, by none, and by some of their responses ("valid"). Paper: Fig. 5.
-
-    >>> solve_ratios("trunks", [[1, 1], [0, 0], [1, 0], [0, 1]])
-    {'trunks/solve_all': 0.25, 'trunks/solve_none': 0.25, 'trunks/valid': 0.5}
+def solve_ratios(name: str, outcomes: Iterable[Sequence[Trunk | Branch]]) -> dict[str, float]:
+    """Share of prompts whose responses are all right, all not, and of those whose rewards differ ("valid": there is
+    something to learn). With rewards of 0 and 1 the three add up to 1. Paper: Fig. 5.
     """
-    rows = [np.asarray(rewards) for rewards in outcomes if len(rewards)]
+    rows = [row for row in outcomes if row]
     if not rows:
         return {}
-    every = float(np.mean([bool(np.all(r > 0.5)) for r in rows]))
-    none = float(np.mean([bool(np.all(r < 0.5)) for r in rows]))
-    return {f"{name}/solve_all": every, f"{name}/solve_none": none, f"{name}/valid": 1.0 - every - none}
+    return {
+        f"{name}/solve_all": float(np.mean([all(r.right for r in row) for row in rows])),
+        f"{name}/solve_none": float(np.mean([not any(r.right for r in row) for row in rows])),
+        f"{name}/valid": float(np.mean([len({r.reward for r in row}) > 1 for row in rows])),
+    }
 
 
 def group_statistics(groups: Sequence[Group]) -> dict[str, float]:
@@ -29,9 +29,11 @@ def group_statistics(groups: Sequence[Group]) -> dict[str, float]:
     if not trunks:
         return {}
     metrics = {
-        "trunks/accuracy": float(np.mean([t.reward for t in trunks])),
+        "trunks/accuracy": float(np.mean([t.right for t in trunks])),
+        "trunks/reward": float(np.mean([t.reward for t in trunks])),
         "trunks/steps": float(np.mean([len(t.steps) for t in trunks])),
-        **solve_ratios("trunks", ([t.reward for t in g.trunks] for g in groups)),
+        "trunks/truncated_share": float(np.mean([t.rollout.finish == "length" for t in trunks])),
+        **solve_ratios("trunks", (g.trunks for g in groups)),
     }
     fci = np.concatenate([t.scores.fci for t in trunks])
     entropy = np.concatenate([t.scores.entropy for t in trunks])
@@ -48,8 +50,8 @@ def forest_statistics(forests: Sequence[Forest]) -> dict[str, float]:
     stay easy (Fig. 6a: all branches right where all trunks were).
     """
     branched = [f for f in forests if any(t.branches for t in f.trees)]
-    branches = [[b.reward for t in f.trees for b in t.branches] for f in branched]
-    both = [[t.trunk.reward for t in f.trees] + rewards for f, rewards in zip(branched, branches, strict=True)]
+    branches = [[b for t in f.trees for b in t.branches] for f in branched]
+    both = [[*(t.trunk for t in f.trees), *drawn] for f, drawn in zip(branched, branches, strict=True)]
     metrics = {
         "trees/count": float(sum(bool(t.branches) for f in forests for t in f.trees)),
         "trees/leaves": float(sum(1 + len(t.branches) for f in forests for t in f.trees)),
@@ -58,11 +60,11 @@ def forest_statistics(forests: Sequence[Forest]) -> dict[str, float]:
     }
     points = [b.point / len(t.trunk.rollout.ids) for f in forests for t in f.trees for b in t.branches]
     if points:
-        metrics["branches/accuracy"] = float(np.mean([r for rewards in branches for r in rewards]))
+        metrics["branches/accuracy"] = float(np.mean([b.right for drawn in branches for b in drawn]))
         metrics["branches/point_share"] = float(np.mean(points))
-    easy = [r for f, r in zip(branched, branches, strict=True) if all(t.trunk.reward > 0.5 for t in f.trees)]
+    easy = [drawn for f, drawn in zip(branched, branches, strict=True) if all(t.trunk.right for t in f.trees)]
     if easy:
-        metrics["branches/easy_solve_all"] = float(np.mean([min(r) > 0.5 for r in easy]))
+        metrics["branches/easy_solve_all"] = float(np.mean([all(b.right for b in drawn) for drawn in easy]))
     return metrics
 
 

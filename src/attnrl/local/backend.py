@@ -1,57 +1,55 @@
-"""The Backend on one machine: sampler, scorer and learner around one model in one process."""
+"""The engine on one machine: a sampler, the scorer and a learner around one model in one process."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import torch
 from rich.progress import Progress, TaskID
 
-from attnrl import scoring
-from attnrl.algo.branching import needs_fci
 from attnrl.config import Config
 from attnrl.errors import ConfigError, MissingFileError
-from attnrl.local.learner import Learner, LearnerOptions
-from attnrl.local.losses import LossOptions
-from attnrl.local.models import LoraOptions, add_lora, is_lora, load_model, plain, quiet, stop_token_ids
+from attnrl.local.learner import Learner
+from attnrl.local.models import add_lora, is_lora, load_weights, plain, quiet, stop_token_ids
 from attnrl.local.sampler import Sampler
+from attnrl.scoring import ScoreReport, score
 from attnrl.scoring.entropy import check_head
 from attnrl.scoring.packed import check_model
-from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores
+from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
 
 MODEL, ADAPTER, STATE = "model", "adapter", "learner.pt"  # what `save` writes into a checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class BackendOptions:
-    """How the engine samples and scores; none of it but `delta` and `key_reduce` changes a result."""
+class Draws(Protocol):
+    """What takes the sampler's place in the engine: draws from the weights it was last shown."""
 
-    rows: int = 256  # responses drawn at the same time
-    delta: int = 4  # steps between a step and the text whose attention counts (Eq. 5)
-    key_reduce: Literal["mean", "sum"] = "mean"
-    temperature: float = 1.0  # of the sampler: scores are those of the distribution drawn from
-    score_tokens: int = 16384  # tokens per scoring forward
-    fci: bool = True  # False: log-probs and entropy only, for rules that do not look at attention
-    progress: bool = False  # bars while sampling, scoring and updating
-    release_sampler: bool = False  # give the sampler's cache back before each update, to save device memory
+    def generate(self, requests: Sequence[Request], sampling: Sampling, *, version: int) -> list[Rollout]: ...
+
+    def sync(self) -> None:
+        """The weights have changed."""
+
+    def rest(self) -> None:
+        """The learner needs the memory: give back what the next call can make again."""
+
+    def metrics(self) -> dict[str, float]:
+        """Of the time since it was last asked."""
+
+    def close(self) -> None: ...
 
 
 class LocalBackend:
     """One policy on one machine, CPU or one CUDA device.
 
-    The learner exists only with `learner` options: evaluation needs neither optimizer nor reference. The frozen
-    reference of the KL term is a copy of the weights at construction (for LoRA the base without adapters), so build
-    the backend from the starting model also where a checkpoint is loaded next.
+    Without a learner it samples and scores only: evaluation needs neither optimizer nor reference.
 
     A checkpoint holds `model/` (Hugging Face format with tokenizer, loadable as it is), `learner.pt` (optimizer,
     counters, random states) and with LoRA `adapter/` (peft format; `model/` is then the merged model).
 
-    Metrics of `update` are those of `UpdateMetrics`; those of `activity`, of the time since it was last asked:
+    Metrics of `update` are those of `UpdateMetrics`; those of `metrics`, of the time since it was last asked:
     score/overhead             time of scoring with FCI over time without, minus 1
     score/seconds, score/tokens, score/packs, score/attention_KIND and score/fci_KIND (1: that implementation ran)
     generate/shared_context    share of context tokens that another request had already run over
@@ -63,50 +61,36 @@ class LocalBackend:
         model: Any,
         tokenizer: Any,
         *,
-        learner: LearnerOptions | None = None,
-        options: BackendOptions | None = None,
+        sampler: Draws | None = None,
+        learner: Learner | None = None,
+        score_tokens: int = 16384,
+        progress: bool = False,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.options = options or BackendOptions()
         self.version = 0
         self.device = next(model.parameters()).device
-        self.sampler = Sampler(
-            plain(model),
-            stop_ids=stop_token_ids(model, tokenizer),
-            rows=self.options.rows,
-            progress=self.options.progress,
-        )
-        self.scored = scoring.ScoreReport()  # since the last call of `activity`
-        self._shared_tokens = self._context_tokens = 0
-        if learner is not None or self.options.fci:
-            check_model(plain(model))
-            check_head(plain(model))
-        self.learner: Learner | None = None
-        if learner is not None:
-            needs_copy = learner.loss.kl_weight > 0 and not is_lora(model)
-            reference = copy.deepcopy(model).requires_grad_(False) if needs_copy else None
-            self.learner = Learner(model, reference, options=learner)
+        self.sampler: Draws = sampler or Sampler(plain(model), stop_ids=stop_token_ids(model, tokenizer))
+        self.learner = learner
+        self.score_tokens = score_tokens  # per scoring forward; changes no result
+        self.progress = progress
+        self.scored = ScoreReport()  # since the last call of `metrics`
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """One rollout per request, in order, drawn by the current policy and marked with its version."""
-        rollouts = self.sampler.generate(requests, sampling, version=self.version)
-        stats = self.sampler.stats
-        self._shared_tokens += stats.saved_tokens
-        self._context_tokens += stats.saved_tokens + stats.prefilled_tokens
-        return rollouts
+        return self.sampler.generate(requests, sampling, version=self.version)
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+    def score(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
         """Log-probs, entropy and FCI of finished responses, from one forward pass each. Paper: Eq. 4-6."""
-        scores: list[Scores] = scoring.score(
+        scores: list[Scores] = score(
             plain(self.model),
             requests,
-            delta=self.options.delta,
-            key_reduce=self.options.key_reduce,
-            temperature=self.options.temperature,
-            token_budget=self.options.score_tokens,
-            fci=self.options.fci,
-            progress=self.options.progress,
+            delta=scoring.delta,
+            key_reduce=scoring.key_reduce,
+            temperature=scoring.temperature,
+            token_budget=self.score_tokens,
+            fci=scoring.fci,
+            progress=self.progress,
             report=self.scored,
         )
         return scores
@@ -114,30 +98,33 @@ class LocalBackend:
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One pass over the samples in minibatches; returns metrics and raises the version. Paper: Eq. 1."""
         if self.learner is None:
-            raise ConfigError("this backend was built without learner options: it can sample and score, not train")
-        if self.options.release_sampler:
-            self.sampler.release()
-        with Progress(disable=not self.options.progress, transient=True) as bar:
+            raise ConfigError("this engine was built without a learner: it can sample and score, not train")
+        self.sampler.rest()
+        with Progress(disable=not self.progress, transient=True) as bar:
             task = bar.add_task("updating", total=None)
             show = functools.partial(self._show, bar, task)
             metrics = self.learner.update(samples, version=self.version, progress=show)
         self.version += 1
+        self.sampler.sync()
         return metrics
 
     @staticmethod
     def _show(bar: Progress, task: TaskID, done: int, total: int) -> None:
         bar.update(task, completed=done, total=total)
 
-    def activity(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Metrics of what sampler, scorer and device did since the last call of this; they start anew."""
         metrics = {k: float(v) for k, v in self.scored.metrics().items() if not isinstance(v, str)}
-        metrics["generate/shared_context"] = self._shared_tokens / max(1, self._context_tokens)
-        self.scored = scoring.ScoreReport()
-        self._shared_tokens = self._context_tokens = 0
+        metrics |= self.sampler.metrics()
+        self.scored = ScoreReport()
         if self.device.type == "cuda":
             metrics["device/peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
             torch.cuda.reset_peak_memory_stats(self.device)
         return metrics
+
+    def close(self) -> None:
+        """Frees the sampler's cache and processes."""
+        self.sampler.close()
 
     def save(self, path: Path) -> None:
         """Write weights, optimizer, counters and random states into the existing directory `path`."""
@@ -169,6 +156,7 @@ class LocalBackend:
         if self.learner is not None:
             self.learner.load_state_dict(state["learner"])
         self.version = state["version"]
+        self.sampler.sync()
         torch.set_rng_state(state["torch_rng"])
         if state["cuda_rng"] and self.device.type == "cuda":
             torch.cuda.set_rng_state_all(state["cuda_rng"])
@@ -196,24 +184,49 @@ class LocalBackend:
         set_peft_model_state_dict(self.model, load_file(path / "adapter_model.safetensors"))
 
 
-def load_backend(
-    model: str | Path,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    lora: LoraOptions | None = None,
-    learner: LearnerOptions | None = None,
-    options: BackendOptions | None = None,
-) -> tuple[LocalBackend, Any]:
-    """(backend, tokenizer) of a model directory or hub name. Without `learner` it samples and scores only."""
-    loaded, tokenizer = load_model(model, device=device, dtype=dtype)
-    if lora is not None:
-        loaded = add_lora(loaded, lora)
-    return LocalBackend(loaded, tokenizer, learner=learner, options=options), tokenizer
+def build(config: Config, *, model: str, tokenizer: Any, learn: bool = True) -> LocalBackend:
+    """The engine that a config describes; `model` is a directory or hub name.
+
+    The frozen reference of the KL term is a copy of the weights it starts from (for LoRA the base without adapters),
+    so `model` is the starting model also where a checkpoint is loaded next.
+    """
+    local = config.engine.local
+    if local.threads is not None:
+        torch.set_num_threads(local.threads)
+    policy = load_weights(model, device=local.device, dtype=config.model.dtype)
+    if learn:
+        check_model(policy)
+        check_head(policy)
+        if config.model.lora_rank:
+            policy = add_lora(policy, config.model, seed=config.run.seed)
+    return LocalBackend(
+        policy,
+        tokenizer,
+        sampler=build_sampler(config, policy, tokenizer),
+        learner=build_learner(config, policy) if learn else None,
+        score_tokens=config.update.microbatch_tokens,
+    )
 
 
-def learner_options(config: Config) -> LearnerOptions:
-    """The `update` section of a config, with temperature and seed from theirs."""
+def build_sampler(config: Config, model: Any, tokenizer: Any) -> Draws:
+    """The sampler that `engine.local.sampler` names."""
+    local = config.engine.local
+    if local.sampler == "vllm":
+        raise ConfigError('engine.local.sampler = "vllm" is not here yet; use "own"')
+    return Sampler(plain(model), stop_ids=stop_token_ids(model, tokenizer), rows=local.rows)
+
+
+def build_learner(config: Config, model: Any) -> Learner:
+    """The learner of the `update` section, with temperature and seed from theirs."""
+    needs_copy = config.update.kl_weight > 0 and not is_lora(model)
+    reference = copy.deepcopy(model).requires_grad_(False) if needs_copy else None
+    return Learner(model, reference, options=learner_options(config))
+
+
+def learner_options(config: Config) -> Any:
+    from attnrl.local.learner import LearnerOptions
+    from attnrl.local.losses import LossOptions
+
     update = config.update
     return LearnerOptions(
         loss=LossOptions(
@@ -239,32 +252,3 @@ def learner_options(config: Config) -> LearnerOptions:
         temperature=config.sampling.temperature,
         seed=config.run.seed,
     )
-
-
-def backend_from_config(config: Config, *, model: str | Path | None = None, progress: bool = False) -> LocalBackend:
-    """The backend a config describes, ready to train; `model` stands in for `config.model.path`."""
-    options = BackendOptions(
-        rows=config.sampling.rows,
-        delta=config.algo.delta,
-        key_reduce=config.algo.key_reduce,
-        temperature=config.sampling.temperature,
-        score_tokens=config.update.microbatch_tokens,
-        fci=config.algo.filter != "none" or needs_fci(config.algo.rule),
-        progress=progress,
-    )
-    if config.model.threads is not None:
-        torch.set_num_threads(config.model.threads)
-    lora = None
-    if config.model.lora_rank:
-        lora = LoraOptions(
-            config.model.lora_rank, config.model.lora_alpha, config.model.lora_targets, seed=config.run.seed
-        )
-    backend, _ = load_backend(
-        model or config.model.path,
-        device=config.model.device,
-        dtype=config.model.dtype,
-        lora=lora,
-        learner=learner_options(config),
-        options=options,
-    )
-    return backend

@@ -9,27 +9,17 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attnrl.config import ModelConfig
 from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
 from attnrl.scoring.entropy import logits_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class LoraOptions:
-    """Low-rank adapters instead of full weights (extra `lora`)."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    targets: tuple[str, ...] | str = "all-linear"  # module names, or all linear layers of the body
-    seed: int = 0  # of the first adapters
 
 
 def pick_device(device: str = "auto") -> torch.device:
@@ -71,7 +61,13 @@ def check_model_path(name_or_path: str | Path) -> str:
 
 
 def load_model(name_or_path: str | Path, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any]:
-    """(model, tokenizer) by directory or hub name, on the device, in eval mode and without dropout.
+    """(model, tokenizer) by directory or hub name; see `load_weights`."""
+    name = check_model_path(name_or_path)
+    return load_weights(name, device=device, dtype=dtype), load_tokenizer(name)
+
+
+def load_weights(name_or_path: str | Path, *, device: str = "auto", dtype: str = "auto") -> Any:
+    """The model by directory or hub name, on the device, in eval mode and without dropout.
 
     dtype: "auto" (bfloat16 on CUDA, float32 elsewhere), "float32", "bfloat16".
     """
@@ -84,7 +80,6 @@ def load_model(name_or_path: str | Path, *, device: str = "auto", dtype: str = "
         config = AutoConfig.from_pretrained(name)
         if hasattr(config, "attention_dropout"):
             config.attention_dropout = 0.0
-        tokenizer = load_tokenizer(name)
         # sampler, scorer and learner put attention of their own in place; eager is what every architecture has
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(
@@ -94,7 +89,7 @@ def load_model(name_or_path: str | Path, *, device: str = "auto", dtype: str = "
         raise MissingFileError(f"cannot load model {name!r}: {error}") from error
     except ValueError as error:
         raise ConfigError(f"model {name!r} cannot be used: {error}") from error
-    return prepare_model(model.to(target)), tokenizer
+    return prepare_model(model.to(target))
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -121,23 +116,22 @@ def prepare_model(model: Any) -> Any:
     return model.eval()
 
 
-def add_lora(model: Any, options: LoraOptions) -> Any:
+def add_lora(model: Any, options: ModelConfig, *, seed: int) -> Any:
     """The model wrapped by peft: frozen base, trainable adapters of the model's dtype, the same for the same seed."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise MissingExtraError("LoRA needs peft: pip install 'attnrl[lora]'") from error
-    targets = options.targets if isinstance(options.targets, str) else list(options.targets)
     config = LoraConfig(
-        r=options.rank,
-        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft divides by the rank: any number will do
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha,  # type: ignore[arg-type]  # peft divides by the rank: any number will do
         lora_dropout=0.0,
-        target_modules=targets,
+        target_modules=list(options.lora_targets),
         task_type="CAUSAL_LM",
     )
     # adapters share the model's dtype: the optimizer keeps its own float32 copy of them
     with torch.random.fork_rng():
-        torch.manual_seed(options.seed)
+        torch.manual_seed(seed)
         return prepare_model(get_peft_model(model, config, autocast_adapter_dtype=False))
 
 

@@ -134,7 +134,26 @@ class Sampler:
         graphs = cuda if cuda_graphs is None else cuda_graphs
         self._decoder = Decoder(model, self.device, check_every=self.check_every, cuda_graphs=graphs)
         self.stats = SamplerStats()
+        self._shared_tokens = self._context_tokens = 0  # since the last call of `metrics`
         self._layers, self._dtype = self._probe_model()
+
+    def metrics(self) -> dict[str, float]:
+        """generate/shared_context: share of context tokens that another request had already run over, since the last
+        call of this.
+        """
+        share = self._shared_tokens / max(1, self._context_tokens)
+        self._shared_tokens = self._context_tokens = 0
+        return {"generate/shared_context": share}
+
+    def sync(self) -> None:
+        """The weights have changed: nothing to do, they are read from the model itself and no cache outlives a call."""
+
+    def rest(self) -> None:
+        """The learner works next: the cache stays, where it fits beside it."""
+
+    def close(self) -> None:
+        """The sampler is not used any more."""
+        self.release()
 
     def release(self) -> None:
         """Frees the cache and the graphs; the next call allocates them again."""
@@ -154,6 +173,8 @@ class Sampler:
             table = self._run(requests, sampling, bar)
         stats.seconds = time.perf_counter() - begin
         stats.drawn_tokens = int(table.lengths_of.sum())
+        self._shared_tokens += stats.saved_tokens
+        self._context_tokens += stats.saved_tokens + stats.prefilled_tokens
         stats.cuda_graph = self._decoder.cuda_graphs
         stats.cuda_graphs_captured = self._decoder.captured - captured
         return [table.rollout(i, version) for i in range(len(requests))]

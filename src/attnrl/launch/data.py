@@ -1,0 +1,154 @@
+"""From the [data] and [evaluation] sections of a config to prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnrl.config import Config
+from attnrl.errors import ConfigError, DataError, MissingFileError
+from attnrl.iteration import Stream
+
+if TYPE_CHECKING:
+    from attnrl.data.records import Record
+    from attnrl.data.tasks import Split
+    from attnrl.types import Prompt
+
+Say = Callable[[str], None]
+
+
+def train_records(config: Config, say: Say) -> list[Record]:
+    """The training problems of a config: files, hub names and made-up tasks; without benchmark problems where
+    `data.decontaminate` names benchmarks, without leaked, conflicting and repeated ones with `data.clean`.
+    """
+    from attnrl.data.audit import clean, decontaminate
+    from attnrl.data.benchmarks import load_benchmark
+    from attnrl.data.records import load_records
+
+    data = config.data
+    if not data.train:
+        raise ConfigError("data.train names no data set; give files, hub names or tasks")
+    records: list[Record] = []
+    for source in data.train:
+        if source == "tasks":
+            records += task_records(config, "train", data.train_tasks)
+            continue
+        found = load_records(source, strict=not data.drop_bad_rows, columns=data.columns)
+        if not found.records:
+            raise DataError(f"{source}: no row can be trained on; {found.report()}")
+        if found.skipped:
+            say(found.report())
+        records += found.records
+    if data.decontaminate:
+        benchmarks = [load_benchmark(name, data.directory) for name in data.decontaminate]
+        records, report = decontaminate(records, [record for rows in benchmarks for record in rows])
+        say(report)
+    if data.clean:
+        records, report = clean(records)
+        say(report)
+    return records
+
+
+def task_records(config: Config, split: Split, count: int) -> list[Record]:
+    """Made-up tasks of a split as records."""
+    from attnrl.data.tasks import as_records
+
+    return as_records(config.data.tasks, split, count, seed=config.data.tasks.seed)
+
+
+def prompt_stream(config: Config, records: Sequence[Record], tokenizer: Any, say: Say) -> Stream:
+    """The endless stream of training prompts; says how many there are and what was left out."""
+    from attnrl.data.prompts import render_prompts
+    from attnrl.data.stream import PromptStream
+
+    data = config.data
+    prompts, dropped = render_prompts(
+        records,
+        tokenizer,
+        template=data.template,
+        max_prompt_tokens=data.max_prompt_tokens,
+        system=data.system,
+        chat_options=data.chat_options,
+    )
+    say(f"{len(prompts)} prompts" + (f"; left out: {dropped.report()}" if dropped.report() else ""))
+    return PromptStream(prompts, config.run.seed)
+
+
+def evaluation_records(config: Config) -> dict[str, list[Record]]:
+    """The held-out problems of a config, by benchmark: known ones, made-up tasks, reasoning-gym's, or files."""
+    records: dict[str, list[Record]] = {}
+    for name in config.evaluation.benchmarks:
+        if (label := benchmark_label(name)) in records:
+            raise ConfigError(f"evaluation.benchmarks: {label} occurs twice")
+        records[label] = _benchmark(config, name)
+    return records
+
+
+def benchmark_label(name: str) -> str:
+    """The name of a benchmark in tables: a file's without directory and suffix.
+
+    >>> benchmark_label("data/test.jsonl.gz"), benchmark_label("aime24")
+    ('test', 'aime24')
+    """
+    from attnrl.data.benchmarks import BENCHMARKS
+
+    return name if name in BENCHMARKS or name.startswith("gym:") else Path(name).name.split(".")[0]
+
+
+def _benchmark(config: Config, name: str) -> list[Record]:
+    from attnrl.data.benchmarks import BENCHMARKS, load_benchmark
+    from attnrl.data.gym import gym_records
+    from attnrl.data.records import load_records
+
+    count, seed = config.evaluation.tasks, config.data.tasks.seed
+    if name == "tasks":
+        return task_records(config, "test", count)
+    if name.startswith("gym:"):
+        return gym_records(name.removeprefix("gym:"), "test", count, seed)
+    if name in BENCHMARKS:
+        return load_benchmark(name, config.data.directory)
+    if not Path(name).exists():
+        known = ", ".join(BENCHMARKS)
+        raise MissingFileError(
+            f"evaluation.benchmarks: no file {name}, and no benchmark of that name; known are {known}, tasks, gym:NAME"
+        )
+    return list(load_records(name, strict=True, columns=config.data.columns))
+
+
+def evaluation_samples(config: Config) -> dict[str, int]:
+    """Responses per problem of each benchmark: evaluation.samples, or the benchmark's own number, 4 for others."""
+    from attnrl.data.benchmarks import BENCHMARKS
+
+    asked = config.evaluation.samples
+    own = {name: BENCHMARKS[name].samples if name in BENCHMARKS else 4 for name in config.evaluation.benchmarks}
+    return {benchmark_label(name): asked or count for name, count in own.items()}
+
+
+def evaluation_prompts(
+    config: Config, records: Mapping[str, Sequence[Record]], tokenizer: Any
+) -> dict[str, list[Prompt]]:
+    """The prompts of each benchmark, all of them: leaving problems out would change the benchmark."""
+    from attnrl.data.prompts import render_prompts
+
+    found = {}
+    for name, rows in records.items():
+        prompts, dropped = render_prompts(
+            rows,
+            tokenizer,
+            template=config.data.template,
+            max_prompt_tokens=config.evaluation.max_prompt_tokens,
+            system=config.data.system,
+            chat_options=config.data.chat_options,
+            unique=False,
+        )
+        if dropped:
+            raise DataError(f"benchmark {name}: {dropped.report()}; raise evaluation.max_prompt_tokens")
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        if unknown is not None and any((prompt.ids == unknown).any() for prompt in prompts):
+            raise ConfigError(
+                f"benchmark {name}: its prompts hold words that this model's tokenizer does not know; for a model of "
+                "made-up tasks give --data.template '{problem}' and tasks of its own settings"
+            )
+        found[name] = prompts
+    return found

@@ -1,0 +1,136 @@
+"""Evaluation from Python: `attnrl.evaluate`; and the evaluation during training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnrl.config import Config, load_config
+from attnrl.errors import ConfigError
+from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
+from attnrl.launch.models import (
+    check_model,
+    decoder,
+    find_engine,
+    load_tokenizer,
+    newest_model,
+    open_engine,
+    open_rewards,
+)
+from attnrl.types import Sampling
+
+if TYPE_CHECKING:
+    from attnrl.backend import Backend
+    from attnrl.evaluation import Report
+    from attnrl.iteration import Parts
+    from attnrl.trainer import Evaluate
+    from attnrl.types import Prompt
+
+
+def evaluate(
+    model: str,
+    *,
+    config: Config | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    output: str | Path | None = None,
+    seed: int = 0,
+    chunk: int = 512,
+    progress: bool = True,
+) -> Report:
+    """pass@1 and pass@k of a model with intervals; without a `config`, by the settings it was trained with, or the
+    paper's, with dotted `overrides` on top.
+
+    `model` is a directory, a hub name, "demo", or a run directory (its newest checkpoint). With `output` the responses
+    are kept there as they come, and the same call goes on after an interruption.
+    """
+    from attnrl.evaluation import check_samples
+    from attnrl.evaluation import evaluate as measure
+
+    if config is None:
+        config = settings_of(model, overrides)[1]
+    elif overrides:
+        raise ConfigError("give overrides or a whole config, not both")
+    wanted = config.evaluation
+    engine, path = find_engine(config), check_model(newest_model(model))
+    samples = evaluation_samples(config)
+    check_samples(samples, wanted.ks)
+    records = evaluation_records(config)
+    tokenizer = load_tokenizer(path)
+    prompts = evaluation_prompts(config, records, tokenizer)
+    with open_rewards(config) as rewards, open_engine(engine, config, path, tokenizer, learn=False) as sampler:
+        return measure(
+            sampler,
+            prompts,
+            decode=decoder(tokenizer),
+            grade=rewards.grade,
+            samples=samples,
+            sampling=Sampling(wanted.temperature, wanted.top_p),
+            max_tokens=wanted.max_response_tokens,
+            seed=seed,
+            ks=wanted.ks,
+            out_dir=Path(output) if output is not None else None,
+            settings={
+                "model": "demo" if model == "demo" else path,
+                "dtype": config.model.dtype,
+                "reward": [r.model_dump() for r in config.reward],
+                "grade_truncated": config.algo.grade_truncated,
+            },
+            chunk=chunk,
+            progress=progress,
+        )
+
+
+def settings_of(model: str, overrides: Mapping[str, Any] | None = None) -> tuple[str, Config]:
+    """Where it is written how a model is evaluated, empty for the defaults; and that config with overrides on top.
+
+    "demo" takes the preset of that name; a run directory, or a checkpoint in it, its run's config; a model of `attnrl
+    warmup` its tasks; any other model the paper's settings.
+    """
+    path = Path(model)
+    inside = path.is_dir() and path.absolute().match("checkpoints/*/model")
+    run = path.absolute().parents[2] if inside else path
+    if model == "demo":
+        return "preset demo", load_config("demo", overrides)
+    if (run / "checkpoints").is_dir() and (file := run / "config.json").is_file():
+        return str(file), load_config(str(file), overrides)
+    if (file := path / "warmup.json").is_file():
+        made = json.loads(file.read_text("utf-8"))
+        tasks = {f"data.tasks.{key}": value for key, value in made["task"].items()}
+        known = {
+            "data.template": "{problem}",
+            "evaluation.benchmarks": ["tasks"],
+            "evaluation.temperature": made["options"]["temperature"],
+            "evaluation.top_p": 1.0,
+            "evaluation.max_response_tokens": 1024,
+        }
+        return str(file), load_config("", {**tasks, **known, **(overrides or {})})
+    return "", load_config("", overrides)
+
+
+def build_evaluate(
+    config: Config, prompts: Mapping[str, Sequence[Prompt]], backend: Backend, parts: Parts
+) -> Evaluate:
+    """The held-out evaluation of a run: metrics `eval/<benchmark>/...`; the same seeds each time."""
+    from attnrl.evaluation import evaluate as measure
+
+    wanted = config.evaluation
+    samples = evaluation_samples(config)
+
+    def after(iteration: int) -> dict[str, float]:
+        report = measure(
+            backend,
+            prompts,
+            decode=parts.decode,
+            grade=parts.grade,
+            samples=samples,
+            sampling=Sampling(wanted.temperature, wanted.top_p),
+            max_tokens=wanted.max_response_tokens,
+            ks=wanted.ks,
+            progress=True,
+        )
+        backend.metrics()  # what the evaluation cost is not the next iteration's
+        return report.metrics()
+
+    return after

@@ -1,0 +1,110 @@
+"""From a name in a config to a model, its tokenizer, an engine over it, and the rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnrl.algo.parts import find, listed, near
+from attnrl.config import Config
+from attnrl.errors import ConfigError, MissingFileError
+from attnrl.run import Run
+from attnrl.types import Ids
+
+if TYPE_CHECKING:
+    from attnrl.backend import Backend
+    from attnrl.reward import Rewards
+
+ENGINES = {"local": "attnrl.local.backend:build", "verl": "attnrl.verl_engine:build"}
+
+
+def find_engine(config: Config) -> Callable[..., Backend]:
+    """The factory that `engine.name` stands for."""
+    name = config.engine.name
+    if ":" not in name and name not in ENGINES:
+        raise ConfigError(
+            f"engine.name: unknown name {name!r}{near(name, ENGINES)}; known: {listed(ENGINES)}, or your own as "
+            "package.module:factory"
+        )
+    if config.engine.options and name in ENGINES:
+        raise ConfigError(f"engine.options are those of your own engine; {name} has its section [engine.{name}]")
+    try:
+        factory: Callable[..., Backend] = find({}, ENGINES.get(name, name))
+    except ValueError as error:
+        raise ConfigError(f"engine.name: {error}") from None
+    return factory
+
+
+@contextmanager
+def open_engine(
+    factory: Callable[..., Backend], config: Config, model: str, tokenizer: Any, *, learn: bool = True
+) -> Iterator[Backend]:
+    """The engine over a model, closed at the end."""
+    backend = factory(config, model=model, tokenizer=tokenizer, learn=learn, **config.engine.options)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def open_rewards(config: Config) -> Rewards:
+    """The rewards of a config, to be closed."""
+    from attnrl.reward import build_rewards
+
+    limits = config.verify
+    return build_rewards(
+        [(reward.name, reward.weight, reward.options) for reward in config.reward],
+        workers=limits.workers,
+        timeout_s=limits.timeout_s,
+        memory_mb=limits.memory_mb,
+        concurrency=limits.concurrency,
+        async_timeout_s=limits.async_timeout_s,
+        max_error_share=limits.max_error_share,
+        grade_truncated=config.algo.grade_truncated,
+        knobs={"max_response_tokens": config.sampling.max_response_tokens},
+    )
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model directory or hub name."""
+    from attnrl.local.models import load_tokenizer as load
+
+    return load(model)
+
+
+def decoder(tokenizer: Any) -> Callable[[Ids], str]:
+    """Token ids -> text, special tokens left out."""
+
+    def decode(ids: Ids) -> str:
+        text: str = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        return text
+
+    return decode
+
+
+def model_path(name: str) -> str:
+    """Where a model is: "demo" names the tiny one that comes with attnrl."""
+    if name != "demo":
+        return name
+    from importlib import resources
+
+    return str(Path(str(resources.files("attnrl"))) / "assets" / "demo_model")
+
+
+def newest_model(name: str) -> str:
+    """Where a model is, a run directory standing for its newest checkpoint."""
+    if not (Path(name) / "checkpoints").is_dir():
+        return model_path(name)
+    found = Run(Path(name)).checkpoints
+    if not found:
+        raise MissingFileError(f"{name}: a run directory without a checkpoint yet; give a model, or wait for one")
+    return str(found[-1] / "model")
+
+
+def check_model(name: str) -> str:
+    """Where a model is; raises where a local path holds none. Loads nothing."""
+    from attnrl.local.models import check_model_path
+
+    return check_model_path(newest_model(name))

@@ -1,0 +1,135 @@
+"""From the names in a config to the parts of the algorithm, with their options bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attnrl.algo.adaptive import BUDGETS, FILTERS, full_batch, most_points
+from attnrl.algo.advantages import ESTIMATORS
+from attnrl.algo.branching import RULES
+from attnrl.algo.credit import CREDITS
+from attnrl.algo.parts import bind, find, read_by
+from attnrl.algo.steps import SEGMENTERS
+from attnrl.config import AlgoConfig, Config
+from attnrl.errors import ConfigError
+from attnrl.iteration import SCHEDULES, Parts, Stream
+from attnrl.types import Ids, Sampling, Scoring
+
+if TYPE_CHECKING:
+    from attnrl.backend import Backend
+    from attnrl.iteration import Grade
+
+KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {  # the parts of [algo] that are called with options
+    "segmenter": SEGMENTERS,
+    "rule": RULES,
+    "filter": FILTERS,
+    "budget": BUDGETS,
+    "estimator": ESTIMATORS,
+    "credit": CREDITS,
+}
+
+
+def check_parts(config: Config) -> dict[str, Callable[..., Any]]:
+    """The named parts of [algo] with their options bound. A wrong name or option, or a key of [algo] that is set but
+    taken by none of them, raises ConfigError.
+    """
+    knobs = config.algo.model_dump()
+    bound: dict[str, Callable[..., Any]] = {}
+    for kind, table in KINDS.items():
+        try:
+            bound[kind] = bind(table, knobs[kind], knobs[f"{kind}_options"], knobs)
+        except ValueError as error:
+            raise ConfigError(f"algo.{kind}: {error}") from None
+    try:
+        find(SCHEDULES, config.algo.schedule)
+    except ValueError as error:
+        raise ConfigError(f"algo.schedule: {error}") from None
+    check_taken(config.algo, bound)
+    if config.algo.adaptive_batch and target_samples(config, bound) is None:
+        raise ConfigError(
+            f"algo.adaptive_batch needs a rule that says how many points it gives: set max_points in rule_options of "
+            f"{config.algo.rule!r}, or adaptive_batch = false"
+        )
+    return bound
+
+
+def check_taken(algo: AlgoConfig, bound: Mapping[str, Callable[..., Any]]) -> None:
+    """Raise where a key of [algo] has another value than its default and nothing takes it."""
+    read = frozenset[str]().union(*map(read_by, bound.values()))
+    taken = {name for part in bound.values() for name in getattr(part, "keywords", {})}
+    taken |= {"delta", "key_reduce"} if "fci" in read else set()
+    taken |= {"width"} if most_points(bound["rule"]) != 0 else set()
+    taken |= {"history"} if algo.adaptive_batch else set()
+    for key in ("points", "width", "top_fraction", "min_gap_tokens", "mode", "delta", "key_reduce", "history"):
+        value = getattr(algo, key)
+        if key not in taken and value != type(algo).model_fields[key].default:
+            names = ", ".join(f"{kind} {getattr(algo, kind)!r}" for kind in KINDS)
+            raise ConfigError(f"algo.{key} = {value!r} is set, but nothing takes it ({names}); leave it out")
+
+
+def target_samples(config: Config, bound: Mapping[str, Callable[..., Any]]) -> int | None:
+    """B' of Eq. 10 for these parts; None where a rule does not say how many points it gives."""
+    algo = config.algo
+    return full_batch(
+        bound["rule"], bound["estimator"], prompts=algo.prompts, group=algo.group, width=algo.width
+    )
+
+
+def scoring_of(config: Config, parts: Sequence[Callable[..., Any]]) -> Scoring | None:
+    """What a scoring forward must give for what the parts read; None: nothing."""
+    read = frozenset[str]().union(*map(read_by, parts))
+    if not read:
+        return None
+    algo = config.algo
+    return Scoring("fci" in read, algo.delta, algo.key_reduce, config.sampling.temperature)
+
+
+def build_parts(
+    config: Config,
+    bound: Mapping[str, Callable[..., Any]],
+    backend: Backend,
+    stream: Stream,
+    tokenizer: Any,
+    grade: Grade,
+) -> Parts:
+    """The parts of an iteration over an engine, a stream of prompts, a tokenizer and a grader."""
+    from attnrl.data.texts import TokenTexts
+
+    texts = TokenTexts(tokenizer)
+    return assemble(config, bound, backend, stream, texts, decoder(tokenizer), grade)
+
+
+def assemble(
+    config: Config,
+    bound: Mapping[str, Callable[..., Any]],
+    backend: Backend,
+    stream: Stream,
+    texts: Callable[[Ids], list[str]],
+    decode: Callable[[Ids], str],
+    grade: Grade,
+) -> Parts:
+    """As `build_parts`, with what is needed of the tokenizer as two functions."""
+    algo, segmenter = config.algo, bound["segmenter"]
+    return Parts(
+        backend=backend,
+        stream=stream,
+        decode=decode,
+        segment=lambda ids: segmenter(texts(ids)),
+        grade=grade,
+        rule=bound["rule"],
+        filter=bound["filter"],
+        budget=bound["budget"],
+        estimator=bound["estimator"],
+        credit=bound["credit"] if algo.credit != "none" else None,
+        sampling=Sampling(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k),
+        scoring=scoring_of(config, [bound["rule"], bound["filter"]]),
+        max_response_tokens=config.sampling.max_response_tokens,
+        prompts=algo.prompts,
+        group=algo.group,
+        width=algo.width,
+        target_samples=target_samples(config, bound) if algo.adaptive_batch else None,
+        history=algo.history,
+        max_prompts=algo.max_prompts,
+        drop=algo.drop,
+    )

@@ -1,0 +1,159 @@
+"""Training from Python: `attnrl.train`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnrl.algo.parts import find
+from attnrl.config import Config, load_config
+from attnrl.console import console_line
+from attnrl.errors import ConfigError, MissingFileError
+from attnrl.iteration import SCHEDULES
+from attnrl.launch.data import evaluation_prompts, evaluation_records, prompt_stream, train_records
+from attnrl.launch.evaluating import build_evaluate
+from attnrl.launch.models import check_model, find_engine, load_tokenizer, newest_model, open_engine, open_rewards
+from attnrl.launch.parts import build_parts, check_parts
+from attnrl.run import check_run, last_recorded, open_run, read_metrics
+from attnrl.trackers import Observer, check_trackers, open_trackers
+from attnrl.trainer import finished
+from attnrl.trainer import train as loop
+from attnrl.types import State
+
+Say = Callable[[str], None]
+
+
+def say_plainly(text: str) -> None:
+    """A line on standard output, at once."""
+    sys.stdout.write(text.rstrip("\n") + "\n")
+    sys.stdout.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A run directory after training."""
+
+    run_dir: Path
+    state: State
+
+    @property
+    def model(self) -> Path:
+        """The newest checkpoint as a Hugging Face model directory."""
+        return Path(newest_model(str(self.run_dir)))
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One dict an iteration."""
+        return read_metrics(self.run_dir)
+
+
+def train(
+    config: Config | str | None = None,
+    run_dir: str | Path = "",
+    *,
+    resume: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+    observers: Sequence[Observer] = (),
+    say: Say = say_plainly,
+) -> Trained:
+    """Train as a config, a preset or a TOML file says, with dotted `overrides`; writes the run directory.
+
+    With `resume` it goes on from the newest checkpoint, and `config` may be left out: the run's own is taken. What
+    can be wrong with config, data and directory is found before a model loads. `observers` see each iteration's
+    metrics. Ctrl-C ends it after the iteration that runs, with a checkpoint (`attnrl.errors.Interrupted`).
+    """
+    if not str(run_dir):
+        raise ConfigError("say where the run is written: run_dir (--run-dir DIRECTORY)")
+    run_dir = Path(run_dir)
+    config = resolve(config, run_dir, resume=resume, overrides=overrides)
+    bound = check_parts(config)
+    check_trackers(config.run.trackers)
+    engine = find_engine(config)
+    model = check_model(config.model.path)
+    values = config.model_dump(mode="json")
+    state = check_run(run_dir, values, resume=resume)
+    if state is not None and (done := finished_note(state, config)):
+        say(f"{run_dir} {done}")
+        return Trained(run_dir, state)
+    records = train_records(config, say)
+    held_out = evaluation_records(config) if config.evaluation.every else {}
+    run = open_run(run_dir, values, resume=resume)
+    say_where_it_goes_on(run_dir, state, say)
+    watching = [
+        console_line(config.run.iterations, config),
+        *open_trackers(
+            config.run.trackers,
+            run_dir,
+            values,
+            kept=-1 if state is None else state.iteration,
+            recorded=last_recorded(run_dir),
+        ),
+        *observers,
+    ]
+    tokenizer = load_tokenizer(model)
+    stream = prompt_stream(config, records, tokenizer, say)
+    held_out_prompts = evaluation_prompts(config, held_out, tokenizer)
+    with open_rewards(config) as rewards, open_engine(engine, config, model, tokenizer) as backend:
+        parts = build_parts(config, bound, backend, stream, tokenizer, rewards.grade)
+        state = loop(
+            parts,
+            find(SCHEDULES, config.algo.schedule),
+            run,
+            iterations=config.run.iterations,
+            seed=config.run.seed,
+            evaluate=build_evaluate(config, held_out_prompts, backend, parts) if held_out else None,
+            evaluate_every=config.evaluation.every,
+            generated_tokens=config.run.generated_tokens,
+            checkpoint_every=config.run.checkpoint_every,
+            keep_checkpoints=config.run.keep_checkpoints,
+            keep_best=config.run.keep_best,
+            save_rollouts_every=config.run.save_rollouts_every,
+            observers=watching,
+            say=say,
+        )
+    say(f"run directory: {run_dir}")
+    return Trained(run_dir, state)
+
+
+def resolve(
+    config: Config | str | None, run_dir: Path, *, resume: bool, overrides: Mapping[str, Any] | None = None
+) -> Config:
+    """The config of a run: a preset's, or the run's own where it goes on; a run directory as model.path stands for its
+    newest checkpoint, written out so that a resumed run starts from the same one.
+    """
+    if config is None:
+        if not resume:
+            raise ConfigError("give a preset, or --resume for a run that was begun; `attnrl presets` lists them")
+        if not (run_dir / "config.json").is_file():
+            raise MissingFileError(f"--run-dir {run_dir} holds no run to go on with; give a preset to begin one")
+        config = load_config(str(run_dir / "config.json"), overrides)
+    elif isinstance(config, str):
+        config = load_config(config, overrides)
+    elif overrides:
+        raise ConfigError("give overrides with a preset's name; a Config is taken as it is")
+    path = newest_model(config.model.path)
+    if config.model.path == "demo" or path == config.model.path:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+
+
+def finished_note(state: State, config: Config) -> str:
+    """How a run ended and what continues it; empty where it has not ended."""
+    limits = config.run
+    if not finished(state, limits.iterations, limits.generated_tokens):
+        return ""
+    by_tokens = state.iteration < limits.iterations
+    key, value = ("generated_tokens", state.generated_tokens) if by_tokens else ("iterations", state.iteration)
+    return (
+        f"is finished: {state.iteration} iterations, {state.generated_tokens:,} tokens generated.\n"
+        f"To train on, give the same command with --run.{key} above {value}."
+    )
+
+
+def say_where_it_goes_on(run_dir: Path, state: State | None, say: Say) -> None:
+    if last_recorded(run_dir) >= 0:
+        place = "from the start: no checkpoint yet" if state is None else f"after iteration {state.iteration}"
+        say(f"{run_dir} goes on {place}")
