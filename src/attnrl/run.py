@@ -219,7 +219,8 @@ def forest_table(
     `reason` says why a tree was branched or not, `prompt_reason` why the prompt taught or not; null where not given.
     """
     rows = []
-    for forest, why in zip(forests, reasons or [None] * len(forests), strict=True):
+    given: Sequence[Reasons | None] = [None] * len(forests) if reasons is None else reasons
+    for forest, why in zip(forests, given, strict=True):
         for number, tree in enumerate(forest.trees):
             trunk = tree.trunk
             shared = {
