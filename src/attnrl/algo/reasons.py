@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attnrl.algo.branching import candidates, top_steps
-from attnrl.types import Branch, Forest, Tree, Trunk
+from attnrl.types import Forest, Tree, Trunk
 
 STEP_REASONS = {
     "point": "branch point",
@@ -111,15 +111,16 @@ def _tree_reason(tree: Tree, points: int, chosen: bool | None, branching: bool, 
 
 def prompt_reason(forest: Forest, *, taught: bool) -> str:
     """Why a prompt that the filter kept taught, or did not."""
-    leaves: list[Trunk | Branch] = [leaf for t in forest.trees for leaf in (t.trunk, *t.branches)]
+    leaves = [(t.trunk.reward, t.trunk.rollout.finish) for t in forest.trees]
+    leaves += [(b.reward, b.rollout.finish) for t in forest.trees for b in t.branches]
     if taught:
         return "taught"
     if not leaves:
         return "error"
-    if all(leaf.rollout.finish == "length" for leaf in leaves):
+    if all(finish == "length" for _, finish in leaves):
         return said("all_cut_off", f"{len(leaves)} responses")
-    right = sum(leaf.reward > 0.5 for leaf in leaves)
-    if len({leaf.reward for leaf in leaves}) > 1:
+    right = sum(reward > 0.5 for reward, _ in leaves)
+    if len({reward for reward, _ in leaves}) > 1:
         return said("no_signal", f"{right} of {len(leaves)} right")
     return said("all_right" if right else "all_wrong", f"{len(leaves)} responses")
 
