@@ -22,6 +22,7 @@ from attnrl.algo.advantages import Estimator
 from attnrl.algo.branching import Rule
 from attnrl.algo.credit import Credit, weigh
 from attnrl.algo.forest import Plan, branch_requests, plan, plant, trunk_requests, whole_responses
+from attnrl.algo.reasons import Reasons, explain
 from attnrl.algo.samples import Drop, with_signal
 from attnrl.algo.statistics import forest_statistics, generation_statistics, group_statistics, sample_statistics
 from attnrl.backend import Backend
@@ -89,7 +90,8 @@ class Outcome:
     metrics: dict[str, float]
     forests: list[Forest]
     samples: list[Sample]
-    dropped: list[Forest] = field(default_factory=list)  # prompts the filter dropped, their trunks as single leaves
+    dropped: list[Forest]  # prompts the filter dropped, their trunks as single leaves
+    reasons: list[Reasons]  # of the forests, then of the dropped ones
 
 
 @dataclass(slots=True)
@@ -147,8 +149,8 @@ def one_step_off_policy(state: State, parts: Parts) -> Outcome:
         samples, learned = update(forests, parts, rng)
     # adapt
     after = adapt(state, samples, rollouts, parts, rng, waiting=tuple(waiting), memory=memory, stream=stream)
-    metrics = describe(state, state.waiting, forests, [*primed, *rollouts], parts)
-    return Outcome(after, metrics | learned | clock.metrics(), forests, samples, dropped)
+    metrics = describe(state, state.waiting, forests, [*primed, *rollouts], parts) | learned | clock.metrics()
+    return Outcome(after, metrics, forests, samples, dropped, give_reasons(plans, forests, samples, dropped))
 
 
 def on_policy(state: State, parts: Parts) -> Outcome:
@@ -199,8 +201,8 @@ def two_calls(state: State, parts: Parts, *, fill: bool) -> Outcome:
         samples, learned = update(forests, parts, rng)
     # adapt
     after = adapt(state, samples, [*first, *second], parts, rng, memory=memory, stream=stream)
-    metrics = describe(state, groups, forests, [*first, *second], parts)
-    return Outcome(after, metrics | learned | clock.metrics(), forests, samples, dropped)
+    metrics = describe(state, groups, forests, [*first, *second], parts) | learned | clock.metrics()
+    return Outcome(after, metrics, forests, samples, dropped, give_reasons(plans, forests, samples, dropped))
 
 
 SCHEDULES: dict[str, Callable[[State, Parts], Outcome]] = {
@@ -358,6 +360,18 @@ def adapt(
         generated_tokens=state.generated_tokens + sum(len(r.ids) for r in rollouts),
         **changes,
     )
+
+
+def give_reasons(
+    plans: Sequence[Plan], forests: Sequence[Forest], samples: Sequence[Sample], dropped: Sequence[Forest]
+) -> list[Reasons]:
+    """Why each prompt taught or not and each tree was branched or not, for the record."""
+    taught = {s.uid for s in samples if s.has_signal}
+    grown = [
+        explain(f, planned=p.points, chosen=p.chosen, taught=f.prompt.uid in taught)
+        for p, f in zip(plans, forests, strict=True)
+    ]
+    return grown + [explain(f, planned=None, taught=False, dropped=f.reason) for f in dropped]
 
 
 def describe(

@@ -30,6 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from attnrl import __version__
+from attnrl.algo.reasons import Reasons
 from attnrl.backend import Backend
 from attnrl.checkpoint import load_state, save_state
 from attnrl.config import may_change
@@ -37,6 +38,7 @@ from attnrl.errors import ConfigError
 from attnrl.types import Forest, Ids, State
 
 PACKAGES = ("torch", "transformers", "numpy", "math-verify", "triton", "vllm", "verl")
+ROWS_PER_GROUP = 120  # of a forest file: four prompts of 30 leaves
 TRACKED = ("tensorboard", "tracker_id", "wandb")
 OURS = ("config.json", "config.tmp", "environment.json", "checkpoints", "forests", "best", "lock", *TRACKED)
 
@@ -64,11 +66,21 @@ class Run:
             file.flush()
             os.fsync(file.fileno())
 
-    def save_forests(self, iteration: int, forests: Sequence[Forest], decode: Callable[[Ids], str]) -> None:
-        """Write every rollout of an iteration to parquet, one row each."""
+    def save_forests(
+        self,
+        iteration: int,
+        forests: Sequence[Forest],
+        decode: Callable[[Ids], str],
+        reasons: Sequence[Reasons] | None = None,
+    ) -> None:
+        """Write every rollout of an iteration to parquet, one row each, with the reasons of each forest where given.
+
+        Row groups are small: whoever looks at one forest reads a few of them, not the file.
+        """
         target = self.path / "forests" / f"{iteration:06d}.parquet"
         unfinished = target.with_suffix(".tmp")
-        pq.write_table(forest_table(iteration, forests, decode), unfinished, compression="zstd")
+        table = forest_table(iteration, forests, decode, reasons)
+        pq.write_table(table, unfinished, compression="zstd", row_group_size=ROWS_PER_GROUP)
         unfinished.replace(target)
 
     def checkpoint(self, state: State, backend: Backend, keep: int) -> Path:
@@ -204,10 +216,19 @@ def environment() -> dict[str, Any]:
     }
 
 
-def forest_table(iteration: int, forests: Sequence[Forest], decode: Callable[[Ids], str]) -> pa.Table:
-    """One row per rollout: who drew it from where, what it says, how it was judged; steps and FCI for trunks."""
+def forest_table(
+    iteration: int,
+    forests: Sequence[Forest],
+    decode: Callable[[Ids], str],
+    reasons: Sequence[Reasons] | None = None,
+) -> pa.Table:
+    """One row per rollout: who drew it from where, what it says, how it was judged; steps and FCI for trunks.
+
+    `reason` says why a tree was branched or not, `prompt_reason` why the prompt taught or not; null where not given.
+    """
     rows = []
-    for forest in forests:
+    given: Sequence[Reasons | None] = [None] * len(forests) if reasons is None else reasons
+    for forest, why in zip(forests, given, strict=True):
         for number, tree in enumerate(forest.trees):
             trunk = tree.trunk
             shared = {
@@ -216,6 +237,8 @@ def forest_table(iteration: int, forests: Sequence[Forest], decode: Callable[[Id
                 "problem": forest.prompt.problem,
                 "answers": list(forest.prompt.answers),
                 "tree": number,
+                "reason": why.trees[number] if why else None,
+                "prompt_reason": why.prompt if why else None,
             }
             steps = {
                 "step_starts": [s.start for s in trunk.steps],
@@ -232,6 +255,7 @@ def forest_table(iteration: int, forests: Sequence[Forest], decode: Callable[[Id
                         "kind": "trunk" if is_trunk else "branch",
                         "point": point,
                         "text": decode(rollout.ids),
+                        "tokens": len(rollout.ids),
                         "ids": rollout.ids,
                         "logprobs": rollout.logprobs,
                         "finish": rollout.finish,
@@ -266,6 +290,9 @@ FOREST_SCHEMA = pa.schema(
         ("step_texts", pa.list_(pa.string())),
         ("fci", pa.list_(pa.float32())),
         ("entropy", pa.list_(pa.float32())),
+        ("tokens", pa.int32()),
+        ("reason", pa.string()),
+        ("prompt_reason", pa.string()),
     ]
 )
 

@@ -60,7 +60,8 @@ def train(
             if evaluate is not None and (last or (evaluate_every and state.iteration % evaluate_every == 0)):
                 metrics |= evaluate(state.iteration)
             if save_rollouts_every and state.iteration % save_rollouts_every == 0:
-                run.save_forests(state.iteration, [*outcome.forests, *outcome.dropped], parts.decode)
+                forests = [*outcome.forests, *outcome.dropped]
+                run.save_forests(state.iteration, forests, parts.decode, outcome.reasons)
             record(metrics)
             if keep_best is not None and keep_best in metrics:
                 run.keep_best(state, parts.backend, keep_best, metrics[keep_best])

@@ -19,6 +19,7 @@ class Plan:
 
     group: Group
     points: tuple[tuple[int, ...], ...]  # one entry per trunk
+    chosen: frozenset[int] = frozenset()  # trunks that were to become trees (Eq. 9)
 
     @property
     def spots(self) -> list[tuple[int, int]]:
@@ -32,7 +33,7 @@ def plan(group: Group, *, rule: Rule, budget: Budget, trunks: int, rng: np.rando
     `trunks` is G, as many as were drawn; the group may have lost some to errors. A trunk of fewer than two tokens has
     no inner point and is never branched.
     """
-    chosen = set(choose_trunks(group, budget(group.accuracy, trunks), rng))
+    chosen = frozenset(choose_trunks(group, budget(group.accuracy, trunks), rng))
     points: list[tuple[int, ...]] = []
     for i, trunk in enumerate(group.trunks):
         found = tuple(int(p) for p in rule(group.prompt, trunk, rng)) if i in chosen else ()
@@ -41,7 +42,7 @@ def plan(group: Group, *, rule: Rule, budget: Budget, trunks: int, rng: np.rando
             name = getattr(getattr(rule, "func", rule), "__name__", repr(rule))
             raise ConfigError(f"rule {name} gave branch points {found}; each must be p with 0 < p < {length} tokens")
         points.append(found)
-    return Plan(group, tuple(points))
+    return Plan(group, tuple(points), chosen)
 
 
 def draw_seed(rng: np.random.Generator) -> int:
