@@ -7,13 +7,14 @@ A preset is a sparse TOML file: it holds only what differs from the defaults bel
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from attnrl.errors import ConfigError, MissingFileError
 
@@ -231,6 +232,12 @@ class AlgoConfig(Section):
     grade_truncated: bool = False
     """Grade responses cut off by the length limit; otherwise they count as wrong."""
 
+    @model_validator(mode="after")
+    def _batch_fits(self) -> AlgoConfig:
+        if self.prompts > self.max_prompts:
+            raise ValueError(f"prompts = {self.prompts} is above max_prompts = {self.max_prompts}; raise that too")
+        return self
+
 
 class UpdateConfig(Section):
     """The policy update, Eq. 1."""
@@ -367,14 +374,15 @@ def presets() -> dict[str, str]:
 
 
 def load_config(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The resolved config of a preset (by name, or by path of a TOML file) with dotted overrides on top.
+    """The resolved config of a preset with dotted overrides on top. A preset is named, or given as the path of a TOML
+    file or of a run's config.json; "" stands for the defaults.
 
     >>> load_config("attnrl_1p5b", {"algo.points": 3}).algo.points
     3
     """
-    values = read_preset(preset)
+    values = read_preset(preset) if preset else {}
     for key, value in (overrides or {}).items():
-        _put(values, key, None if value in ("none", "None") and key in _optional_keys() else value)
+        _put(values, key, None if isinstance(value, str) and value.lower() == "none" and key in _optional_keys() else value)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -387,15 +395,15 @@ def read_preset(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"preset {name!r} is its own base, by way of {' -> '.join(above)}")
     text = _preset_text(name)
     try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name}: not valid TOML: {error}") from None
+        values = json.loads(text) if name.endswith(".json") else tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: not valid {name.rpartition('.')[2].upper()}: {error}") from None
     base = values.pop("base", None)
     return values if base is None else _merge(read_preset(str(base), (*above, name)), values)
 
 
 def _preset_text(name: str) -> str:
-    if name.endswith(".toml"):
+    if name.endswith((".toml", ".json")):
         path = Path(name)
         if not path.is_file():
             raise MissingFileError(f"config file {name} does not exist")

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from attnrl.algo.adaptive import Budget, Filter, next_batch_size
+from attnrl.algo.adaptive import Budget, Filter, most_points, next_batch_size
 from attnrl.algo.advantages import Estimator
 from attnrl.algo.branching import Rule
 from attnrl.algo.credit import Credit, weigh
@@ -150,7 +150,7 @@ def one_step_off_policy(state: State, parts: Parts) -> Outcome:
     # adapt
     after = adapt(state, samples, rollouts, parts, rng, waiting=tuple(waiting), memory=memory, stream=stream)
     metrics = describe(state, state.waiting, forests, [*primed, *rollouts], parts) | learned | clock.metrics()
-    return Outcome(after, metrics, forests, samples, dropped, give_reasons(plans, forests, samples, dropped))
+    return Outcome(after, metrics, forests, samples, dropped, give_reasons(plans, forests, samples, dropped, parts))
 
 
 def on_policy(state: State, parts: Parts) -> Outcome:
@@ -202,7 +202,7 @@ def two_calls(state: State, parts: Parts, *, fill: bool) -> Outcome:
     # adapt
     after = adapt(state, samples, [*first, *second], parts, rng, memory=memory, stream=stream)
     metrics = describe(state, groups, forests, [*first, *second], parts) | learned | clock.metrics()
-    return Outcome(after, metrics, forests, samples, dropped, give_reasons(plans, forests, samples, dropped))
+    return Outcome(after, metrics, forests, samples, dropped, give_reasons(plans, forests, samples, dropped, parts))
 
 
 SCHEDULES: dict[str, Callable[[State, Parts], Outcome]] = {
@@ -363,12 +363,17 @@ def adapt(
 
 
 def give_reasons(
-    plans: Sequence[Plan], forests: Sequence[Forest], samples: Sequence[Sample], dropped: Sequence[Forest]
+    plans: Sequence[Plan],
+    forests: Sequence[Forest],
+    samples: Sequence[Sample],
+    dropped: Sequence[Forest],
+    parts: Parts,
 ) -> list[Reasons]:
     """Why each prompt taught or not and each tree was branched or not, for the record."""
     taught = {s.uid for s in samples if s.has_signal}
+    branching = most_points(parts.rule) != 0
     grown = [
-        explain(f, planned=p.points, chosen=p.chosen, taught=f.prompt.uid in taught)
+        explain(f, planned=p.points, chosen=p.chosen, taught=f.prompt.uid in taught, branching=branching)
         for p, f in zip(plans, forests, strict=True)
     ]
     return grown + [explain(f, planned=None, taught=False, dropped=f.reason) for f in dropped]

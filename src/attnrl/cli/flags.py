@@ -1,97 +1,229 @@
-"""Flags of two kinds: dotted ones over a config (`--algo.points 3`), and those of a dataclass, read by tyro."""
+"""One grammar of flags for every command: `--name VALUE`, `--name=VALUE`, `--switch`, and words.
+
+A command's own flags are the fields of a `Section`; where it takes keys of the config, they are dotted
+(`--algo.points 3`) or have a short name. A value is read as its key's type wants it: text as it stands; else TOML or
+JSON; a list also as names between commas, or as one name by itself; "none" is nothing where a key may be empty.
+"""
 
 from __future__ import annotations
 
-import io
+import json
 import shutil
 import sys
 import textwrap
 import tomllib
-from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
-from typing import Any, TypeVar
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-import tyro
+from pydantic import BaseModel, ValidationError
 
-from attnrl.config import keys, load_config
+from attnrl.algo.parts import near
+from attnrl.config import Config, Section, keys, load_config
 from attnrl.errors import ConfigError
 
-Flags = TypeVar("Flags")
+Flags = TypeVar("Flags", bound=Section)
 
 
-def parse(
-    argv: Sequence[str], *, plain: Sequence[str] = (), switches: Sequence[str] = ()
-) -> tuple[list[str], dict[str, Any]]:
-    """Words and flags of a command line. Flags named in `plain` or `switches` keep their name; others are dotted keys.
+def read_flags(
+    kind: type[Flags], argv: Sequence[str], about: str, *, short: Mapping[str, str] | None = None, words: str = ""
+) -> tuple[Flags, dict[str, Any]]:
+    """The flags of a command as a `kind`, and the keys of the config that were set, dotted.
 
-    >>> parse(["demo", "--algo.points=3", "--resume"], switches=["resume"])
-    (['demo'], {'algo.points': 3, 'resume': True})
+    `short` names keys of the config by shorter names; None: the command takes no keys of the config. `words` is the
+    field that takes the words between flags. `--help` prints what the command is about, then its flags, and ends.
     """
-    words: list[str] = []
-    flags: dict[str, Any] = {}
+    if wants_help(argv):
+        show(f"{about.rstrip()}\n\n{describe_flags(kind, short, words)}")
+        raise SystemExit(0)
+    own, overrides, given = {}, {}, []
     rest = list(argv)
     while rest:
         word = rest.pop(0)
-        if not word.startswith("--"):
-            words.append(word)
+        if not word.startswith("--") or word == "--":
+            given.append(word)
             continue
-        name, equals, value = word[2:].partition("=")
-        name = name if "." in name else name.replace("_", "-")
-        if name in switches:
-            if equals and value not in ("true", "false"):
-                raise ConfigError(f"--{name} is a switch: leave it out, or write --{name}")
-            flags[name] = value != "false"
-            continue
-        if not equals:
-            if not rest:
-                raise ConfigError(f"--{name} needs a value")
-            value = rest.pop(0)
-        flags[name] = value if name in plain else toml_value(value)
-    return words, flags
+        raw, equals, text = word[2:].partition("=")
+        name = ".".join(part.replace("-", "_") for part in raw.split("."))
+        key = (short or {}).get(name, name)
+        section, values = (kind, own) if _has(kind, name) and name != words else (Config, overrides)
+        if section is Config and (short is None or not _has(Config, key)):
+            raise ConfigError(unknown_flag(raw, kind, short, words))
+        wanted = annotation(section, name if section is kind else key)
+        if wanted is bool and not equals and (not rest or rest[0].lower() not in ("true", "false")):
+            text = "true"
+        elif not equals:
+            if not rest or (rest[0].startswith("--") and len(rest[0]) > 2 and not _is_number(rest[0])):
+                raise ConfigError(f"--{raw} needs a value")
+            text = rest.pop(0)
+        values[name if section is kind else key] = read_value(text, wanted)
+    if given and not words:
+        raise ConfigError(f"takes no words, got {given[0]!r}; `{' '.join(about.split()[:2])} --help` shows the flags")
+    if given:
+        is_list = _is_list(annotation(kind, words))
+        if len(given) > 1 and not is_list:
+            raise ConfigError(f"takes one {words.replace('_', ' ')}, got {len(given)}: {', '.join(given)}")
+        own[words] = given if is_list else given[0]
+    try:
+        return kind.model_validate(_nested(own)), overrides
+    except ValidationError as error:
+        raise ConfigError(_explain_own(error, kind, words)) from None
 
 
-def toml_value(text: str) -> Any:
-    """A flag's value: TOML where it reads as TOML, else the text itself.
+def read_value(text: str, wanted: Any) -> Any:
+    """The value a key of this type gets from a flag's text.
 
-    >>> toml_value("3"), toml_value("[1, 2]"), toml_value("true"), toml_value("easy")
-    (3, [1, 2], True, 'easy')
+    >>> read_value("3", int), read_value("3", str), read_value("easy", str), read_value('{"a": 1}', dict)
+    (3, '3', 'easy', {'a': 1})
+    >>> read_value("2,6", tuple[int, int]), read_value("a.parquet", tuple[str, ...]), read_value("[1, 2]", tuple[int, ...])
+    ([2, 6], ['a.parquet'], [1, 2])
+    """
+    members = _members(wanted)
+    if type(None) in members and text.lower() == "none":
+        return None
+    if _is_list(wanted):
+        value = plain_value(text) if text.lstrip()[:1] in ("[", "{") else None
+        if isinstance(value, list | dict):
+            return value
+        (inner, *_) = [get_args(m) for m in members if get_origin(m) is tuple][0] or (str,)
+        return [read_value(part.strip(), inner) for part in text.split(",") if part.strip()]
+    if members <= {str, Path, type(None)} or all(get_origin(m) is Literal for m in members - {type(None)}):
+        return plain_value(text) if text[:1] in ("'", '"') else text
+    return plain_value(text)
+
+
+def plain_value(text: str) -> Any:
+    """A value without knowing its type: TOML or JSON where it reads as such, else the text itself.
+
+    >>> plain_value("3"), plain_value("[1, 2]"), plain_value('{"a": 1}'), plain_value("{a = 1}"), plain_value("easy")
+    (3, [1, 2], {'a': 1}, {'a': 1}, 'easy')
     """
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
+        pass
+    try:
+        return json.loads(text)
+    except ValueError:
         return text
 
 
-def read_flags(kind: type[Flags], argv: Sequence[str], about: str, default: Flags | None = None) -> Flags:
-    """The flags of a command as a `kind`; `--help` prints what it is about, then the flags, and ends the program."""
-    prog = " ".join(about.split()[:2])
-    if wants_help(argv):
-        listed = io.TextIOWrapper(io.BytesIO(), sys.stdout.encoding)  # tyro draws what the terminal can show
-        with redirect_stdout(listed), suppress(SystemExit):
-            tyro.cli(kind, args=["--help"], prog=prog, description=" ")
-        listed.seek(0)
-        show(f"{about}\n{listed.read().partition(chr(10))[2].strip()}")  # without tyro's line of usage
-        raise SystemExit(0)
-    if default is None:
-        return tyro.cli(kind, args=argv, prog=prog)
-    return tyro.cli(kind, args=argv, prog=prog, default=default)
+def annotation(section: type[BaseModel], key: str) -> Any:
+    """The type of a dotted key."""
+    *path, last = key.split(".")
+    for name in path:
+        section = section.model_fields[name].annotation  # type: ignore[assignment]
+    return section.model_fields[last].annotation
 
 
-def unset(metavar: str) -> Any:
-    """A flag that is None where it is not given: tyro need not say so."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+def _has(section: Any, key: str) -> bool:
+    """Whether a dotted key names a value of a section."""
+    for name in key.split("."):
+        if not (isinstance(section, type) and issubclass(section, BaseModel) and name in section.model_fields):
+            return False
+        section = section.model_fields[name].annotation
+    return not (isinstance(section, type) and issubclass(section, BaseModel))
+
+
+def _members(wanted: Any) -> set[Any]:
+    """The types that a union allows; a single one by itself."""
+    if get_origin(wanted) is Annotated:
+        return _members(get_args(wanted)[0])
+    if get_origin(wanted) in (Union, types.UnionType):
+        return {m for one in get_args(wanted) for m in _members(one)}
+    return {wanted}
+
+
+def _is_list(wanted: Any) -> bool:
+    return any(get_origin(m) is tuple for m in _members(wanted))
+
+
+def _is_number(text: str) -> bool:
+    return isinstance(plain_value(text), int | float)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested tables."""
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        place = nested
+        for name in path:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return nested
+
+
+def unknown_flag(name: str, kind: type[BaseModel], short: Mapping[str, str] | None, words: str) -> str:
+    """What is wrong with a flag that no command of this kind has, and which it may have been."""
+    known = [key for key in keys(kind) if key != words]
+    if short is not None:
+        known += [*short, *keys()]
+    hint = near(name.replace("-", "_"), known).replace("'", "").replace("mean ", "mean --").replace("_", "-")
+    more = "--help lists them" if short is None else "--help lists them, `attnrl config --help` the keys of the config"
+    return f"unknown flag --{name}{hint or f'; {more}'}"
+
+
+def _explain_own(error: ValidationError, kind: type[BaseModel], words: str) -> str:
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        missing = item["type"] == "missing"
+        if missing and key == words:
+            lines.append(f"give {keys(kind)[key].rstrip('.')}")
+        elif missing:
+            lines.append(f"--{key.replace('_', '-')} is needed: {keys(kind).get(key, '').rstrip('.')}")
+        else:
+            lines.append(f"--{key.replace('_', '-')}: {item['msg'].removeprefix('Value error, ')}, got {item['input']!r}")
+    return "\n  ".join(lines)
+
+
+def describe_flags(kind: type[BaseModel], short: Mapping[str, str] | None, words: str) -> str:
+    """The flags of a command with their defaults and lines of documentation."""
+    entries = []
+    for key, line in keys(kind).items():
+        if key != words:
+            entries.append((f"--{key.replace('_', '-')}{_default(kind, key)}", line))
+    for name, key in (short or {}).items():
+        entries.append((f"--{name.replace('_', '-')}{_default(Config, key)}", f"{keys()[key]} ({key})"))
+    if short is not None:
+        entries.append(("--section.key VALUE", "any other key of the config: `attnrl config --help` lists them"))
+    return "Flags:\n\n" + in_columns(entries) if entries else ""
+
+
+def _default(section: type[BaseModel], key: str) -> str:
+    *path, last = key.split(".")
+    for name in path:
+        section = section.model_fields[name].annotation  # type: ignore[assignment]
+    field = section.model_fields[last]
+    if field.annotation is bool:
+        return ""
+    if field.is_required():
+        return " VALUE"
+    value = field.get_default(call_default_factory=True)
+    shown = "none" if value is None else ",".join(map(str, value)) if isinstance(value, tuple) else value
+    return f" {shown}" if str(shown) else ' ""'
 
 
 def describe_keys(preset: str = "attnrl_1p5b") -> str:
     """Every key of the config with its value in `preset` and its line of documentation, as wide as the terminal."""
     values = load_config(preset).model_dump(mode="json")
-    width = min(shutil.get_terminal_size().columns, 120)
-    lines = []
+    entries = []
     for key, about in keys().items():
         value: Any = values
         for part in key.split("."):
             value = value[part]
-        for first, text in (("  ", f"--{key} {value!r}"), (" " * 8, about)):
+        entries.append((f"--{key} {value!r}", about))
+    return in_columns(entries)
+
+
+def in_columns(entries: Sequence[tuple[str, str]]) -> str:
+    """Names and, indented below each, what they are about."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    lines = []
+    for name, about in entries:
+        for first, text in (("  ", name), (" " * 8, about)):
             lines += textwrap.wrap(
                 text,
                 width,
@@ -109,3 +241,4 @@ def wants_help(argv: Sequence[str]) -> bool:
 
 def show(text: str) -> None:
     sys.stdout.write(text.rstrip("\n") + "\n")
+    sys.stdout.flush()

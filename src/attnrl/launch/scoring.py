@@ -1,0 +1,194 @@
+"""Scores from Python: `attnrl.score`, FCI, entropy and branch points of every step of finished responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from attnrl.algo.reasons import step_reasons
+from attnrl.config import Config, load_config
+from attnrl.errors import ConfigError, DataError
+from attnrl.launch.models import check_model, find_engine, load_tokenizer, newest_model, open_engine
+from attnrl.launch.parts import check_parts
+from attnrl.types import Ids, Prompt, Rollout, ScoreRequest, Scores, Scoring, Trunk, Verdict, as_ids
+
+FIELDS = "the fields are prompt and response (text), prompt_ids and response_ids (token ids), or problem and response"
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """One response, cut into steps and scored."""
+
+    prompt: Ids
+    response: Ids
+    scores: Scores
+    steps: list[dict[str, Any]]  # step, start, stop, text, fci, entropy, position_null, thinking, branch_point, why
+
+
+def score(
+    model: str,
+    responses: Sequence[Row | tuple[str, str]],
+    *,
+    config: Config | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    chat: bool = False,
+    metrics: dict[str, float] | None = None,
+) -> list[Scored]:
+    """Log-probs, entropy and FCI of each response, its steps, and where the config's rule would branch.
+
+    A response is a pair (prompt, response) or a row with those fields, or with `prompt_ids` and `response_ids`, or with
+    `problem`, which then gets the template of [data] and the model's chat template. `chat`: prompts are a user's words
+    and get the chat template. `metrics` is filled with what the engine says of the pass. Paper: Eq. 4-7.
+    """
+    if config is None:
+        config = load_config("", overrides)
+    elif overrides:
+        raise ConfigError("give overrides or a whole config, not both")
+    bound = check_parts(config)
+    engine, path = find_engine(config), check_model(newest_model(model))
+    rows = [row if isinstance(row, Mapping) else {"prompt": row[0], "response": row[1]} for row in responses]
+    tokenizer = load_tokenizer(path)
+    from attnrl.data.texts import TokenTexts
+
+    texts = TokenTexts(tokenizer)
+    algo = config.algo
+    scoring = Scoring(True, algo.delta, algo.key_reduce, config.sampling.temperature)
+    with open_engine(engine, config, path, tokenizer, learn=False) as backend:
+        requests = []
+        for number, row in enumerate(rows, start=1):
+            where = str(row.get("where") or f"response {number}")
+            prompt, response = encode(where, row, tokenizer, config, chat=chat)
+            requests.append(ScoreRequest(prompt, response, bound["segmenter"](texts(response))))
+        found = backend.score(requests, scoring)
+        if metrics is not None:
+            metrics.update(backend.metrics())
+
+    def decode(ids: Ids) -> str:
+        text: str = tokenizer.decode(ids.tolist())
+        return text
+
+    return [
+        Scored(r.prompt, r.response, s, step_records(r, s, decode, bound["rule"], config))
+        for r, s in zip(requests, found, strict=True)
+    ]
+
+
+def encode(where: str, row: Row, tokenizer: Any, config: Config, *, chat: bool) -> tuple[Ids, Ids]:
+    """The token ids of prompt and response; DataError says where one is missing."""
+    prompt = _ids(where, row, "prompt")
+    if prompt is None and isinstance(row.get("prompt"), str):
+        prompt = _prompt_ids(row["prompt"], tokenizer, chat)
+    if prompt is None and isinstance(row.get("problem"), str):
+        prompt = _problem_ids(row["problem"], tokenizer, config)
+    response = _ids(where, row, "response")
+    if response is None and isinstance(row.get("response"), str):
+        response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
+    for name, ids in (("prompt", prompt), ("response", response)):
+        if ids is None:
+            raise DataError(f"{where}: field {name!r} is missing or no text; {FIELDS}")
+        if not len(ids):
+            raise DataError(f"{where}: the {name} has no tokens; drop the line")
+    return as_ids(prompt or []), as_ids(response or [])
+
+
+def _ids(where: str, row: Row, name: str) -> list[int] | None:
+    ids = row.get(f"{name}_ids")
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        raise DataError(f"{where}: field '{name}_ids' must be a list of token ids")
+    return ids
+
+
+def _prompt_ids(text: str, tokenizer: Any, chat: bool) -> list[int]:
+    if not chat:
+        ids: list[int] = tokenizer(text)["input_ids"]
+        return ids
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("--chat: this model's tokenizer has no chat template; leave the flag out")
+    message = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _problem_ids(problem: str, tokenizer: Any, config: Config) -> list[int]:
+    from attnrl.data.prompts import render_prompts
+    from attnrl.data.records import Record
+
+    data = config.data
+    (prompt,), _ = render_prompts(
+        [Record(problem, ("",), "", ":1")],
+        tokenizer,
+        template=data.template,
+        max_prompt_tokens=2**31 - 1,
+        system=data.system,
+        chat_options=data.chat_options,
+    )
+    return prompt.ids.tolist()
+
+
+def step_records(
+    request: ScoreRequest, scores: Scores, decode: Callable[[Ids], str], rule: Callable[..., Any], config: Config
+) -> list[dict[str, Any]]:
+    """One record per step of a scored response: what it says, its scores, and whether the rule branches there."""
+    from attnrl.scoring import position_null
+
+    algo = config.algo
+    spans = [(s.start, s.stop) for s in request.steps]
+    null = position_null(spans, len(request.prompt), delta=algo.delta, key_reduce=algo.key_reduce)
+    prompt = Prompt(uid="", ids=request.prompt, answers=())
+    rollout = Rollout(request.response, scores.logprobs, "stop", 0)
+    trunk = Trunk(rollout, Verdict(0.0, "none"), request.steps, scores)
+    chosen = rule(prompt, trunk, np.random.default_rng(0))
+    reasons = step_reasons(
+        trunk,
+        chosen,
+        by_fci=algo.rule == "fci",
+        delta=algo.delta,
+        top_fraction=algo.top_fraction,
+        min_gap_tokens=algo.min_gap_tokens,
+        mode=algo.mode,
+        prompt_tokens=len(request.prompt),
+    )
+    return [
+        {
+            "step": index,
+            "start": step.start,
+            "stop": step.stop,
+            "text": decode(request.response[step.start : step.stop]),
+            "fci": float(scores.fci[index]),
+            "entropy": float(scores.entropy[step.start : step.stop].mean()),
+            "position_null": float(null[index]),
+            "thinking": step.thinking,
+            "branch_point": step.start in chosen,
+            "why": reasons[index],
+        }
+        for index, step in enumerate(request.steps)
+    ]
+
+
+def position_correlations(scored: Sequence[Scored], delta: int) -> tuple[float, float]:
+    """Rank correlation of FCI with step position, and with the position null, each a mean over responses.
+
+    The last steps have score 0 by definition: nothing follows at distance delta. They are left out, and so are
+    responses with fewer than three steps left.
+    """
+    from attnrl.scoring import rank_correlation
+
+    with_position, with_null = [], []
+    for one in scored:
+        count = len(one.steps) - delta
+        if count >= 3:
+            null = np.array([record["position_null"] for record in one.steps[:count]])
+            with_position.append(rank_correlation(one.scores.fci[:count], np.arange(count)))
+            with_null.append(rank_correlation(one.scores.fci[:count], null))
+    nothing = float("nan")
+    return (
+        float(np.nanmean(with_position)) if with_position else nothing,
+        float(np.nanmean(with_null)) if with_null else nothing,
+    )
