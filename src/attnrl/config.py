@@ -155,12 +155,22 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, gt=0)
     """Softmax temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus; 1 switches it off. Under 1 the sampler's log-probs are those of the truncated distribution and the
-    learner's are not: policy/behaviour_kl shows the gap."""
+    """Nucleus; training takes 1 only: a truncated distribution is not the learner's, and ratios would be wrong."""
     top_k: int = Field(0, ge=0)
-    """0 switches it off; otherwise as for top_p."""
+    """As top_p; training takes 0 only, no truncation."""
     max_response_tokens: int = Field(8192, ge=1)
     """Response limit, tokens; a branch may use what its prefix left of it."""
+
+    @field_validator("top_p", "top_k")
+    @classmethod
+    def _draws_what_the_learner_learns(cls, value: float, info: ValidationInfo) -> float:
+        whole = cls.model_fields[info.field_name or ""].default
+        if value != whole:
+            raise ValueError(
+                f"must be {whole} in training: log-probs of a truncated distribution are not the learner's, so "
+                f"probability ratios would be wrong; use sampling.temperature here, evaluation.top_p for evaluation"
+            )
+        return value
 
 
 class RewardConfig(Section):
