@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnrl.config import UpdateConfig
 from attnrl.data.tasks import TaskSpec
 from attnrl.local.examples import make_batch, make_examples
-from attnrl.local.learner import Learner, LearnerOptions
+from attnrl.local.learner import Learner
 from attnrl.local.warmup import Shape, Warmup, WarmupOptions, prepare_warmup
 from attnrl.types import Sample, as_floats, as_ids
 
@@ -109,7 +110,9 @@ def groups(run: Warmup, prompts: int, rng: np.random.Generator) -> list[Sample]:
 
 def learner_speed(run: Warmup, samples: list[Sample], microbatch: int, *, share: bool) -> dict[str, float]:
     model = copy.deepcopy(run.model)
-    options = LearnerOptions(microbatch_tokens=microbatch, share_prefixes=share, minibatch_prompts=16)
+    options = UpdateConfig(
+        microbatch_tokens=microbatch, share_prefixes=share, minibatch_prompts=16, gradient_checkpointing=False
+    )
     learner = Learner(model, run.model, options=options)
     learner.update(samples, version=0)
     if model.device.type == "cuda":

@@ -58,6 +58,15 @@ def test_a_mistake_is_named_with_its_key(overrides: dict, message: str) -> None:
         load_config("attnrl_1p5b", overrides)
 
 
+@pytest.mark.parametrize(("key", "value"), [("top_p", 0.95), ("top_k", 50)])
+def test_training_refuses_a_truncated_distribution_and_says_why(key: str, value: float) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"sampling\.{key}: must be [01].* in training: .*not the learner's.*got {value}"
+    ):
+        load_config("attnrl_1p5b", {f"sampling.{key}": value})
+    assert load_config("attnrl_1p5b", {"evaluation.top_p": 0.95}).evaluation.top_p == 0.95
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

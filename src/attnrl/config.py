@@ -12,9 +12,18 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from attnrl.errors import ConfigError, MissingFileError
 
@@ -147,12 +156,23 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, gt=0)
     """Softmax temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus; 1 switches it off. Under 1 the sampler's log-probs are those of the truncated distribution and the
-    learner's are not: policy/behaviour_kl shows the gap."""
+    """Nucleus; training takes 1 only: a truncated distribution is not the learner's, and ratios would be wrong."""
     top_k: int = Field(0, ge=0)
-    """0 switches it off; otherwise as for top_p."""
+    """As top_p; training takes 0 only, no truncation."""
     max_response_tokens: int = Field(8192, ge=1)
     """Response limit, tokens; a branch may use what its prefix left of it."""
+
+    @field_validator("top_p", "top_k")
+    @classmethod
+    def _draws_what_the_learner_learns(cls, value: float, info: ValidationInfo) -> float:
+        whole = cls.model_fields[info.field_name or ""].default
+        if value != whole:
+            raise ValueError(
+                f"must be {whole} in training: log-probs of a truncated distribution are not the learner's, so "
+                f"probability ratios would be wrong; use sampling.temperature here, evaluation.top_p for evaluation"
+            )
+        return value
+
 
 class RewardConfig(Section):
     """One reward of a response; several add up by weight."""
@@ -267,7 +287,7 @@ class UpdateConfig(Section):
     importance_cap: float | None = Field(None, gt=0)
     """Truncated importance weight for the gap between sampler and learner; None: none."""
     importance_mask: tuple[float, float] | None = None
-    """Masked importance weight: tokens whose weight lies outside these bounds ([0.5, 2.0]) count nothing; None: none."""
+    """Masked importance weight, instead: 0 outside these bounds, such as [0.5, 2.0]; None: none."""
     kl_weight: float = Field(0.001, ge=0)
     """Weight of the k3 KL to the frozen start policy; 0 keeps no reference in memory."""
     entropy_weight: float = 0.0
@@ -288,6 +308,35 @@ class UpdateConfig(Section):
     """Gradients are clipped to this global norm."""
     max_bad_updates: int = Field(5, ge=1)
     """Updates with a non-finite gradient are skipped; so many in a row stop the run."""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_are_weights(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("both must be at least 0 and below 1")
+        return betas
+
+    @field_validator("importance_mask")
+    @classmethod
+    def _bounds_in_order(cls, bounds: tuple[float, float] | None) -> tuple[float, float] | None:
+        if bounds is not None and not 0 <= bounds[0] < bounds[1]:
+            raise ValueError("must be two bounds, the lower one first and at least 0")
+        return bounds
+
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> Self:
+        if self.importance_cap is not None and self.importance_mask is not None:
+            raise ValueError("importance_cap and importance_mask are two ways to do one thing: set one of them")
+        if self.lr_schedule == "constant" and self.lr_decay_updates is not None:
+            raise ValueError('lr_decay_updates is set but lr_schedule is "constant": set it to "linear" or "cosine"')
+        if self.lr_schedule != "constant":
+            if self.lr_decay_updates is None:
+                raise ValueError(
+                    f'lr_schedule = "{self.lr_schedule}" needs lr_decay_updates: the updates of the whole run'
+                )
+            if self.lr_decay_updates <= self.lr_warmup_updates:
+                raise ValueError("lr_decay_updates must be greater than lr_warmup_updates: it counts them too")
+        return self
 
 
 class VerifyConfig(Section):
@@ -448,8 +497,15 @@ def explain(error: ValidationError, where: str) -> str:
             hint = f"; did you mean {near[0]}?" if near else "; `attnrl config --help` lists the keys"
             lines.append(f"unknown key {key}{hint}")
         else:
-            lines.append(f"{key}: {item['msg'].lower()}, got {item['input']!r}")
+            got = "" if isinstance(item["input"], dict | BaseModel) else f", got {item['input']!r}"
+            lines.append(f"{key}: {_said(item)}{got}")
     return f"{where}: " + "\n  ".join(lines)
+
+
+def _said(item: Any) -> str:
+    """What a validation says: pydantic's own sentences in our lower case, our own as they are."""
+    ours = item.get("ctx", {}).get("error")
+    return str(ours) if item["type"] == "value_error" and ours else str(item["msg"]).lower()
 
 
 def _optional_keys(section: type[BaseModel] = Config, prefix: str = "") -> set[str]:

@@ -71,6 +71,7 @@ def train(
     config = resolve(config, run_dir, resume=resume, overrides=overrides)
     bound = check_parts(config)
     check_trackers(config.run.trackers)
+    check_loss(config)
     engine = find_engine(config)
     model = check_model(config.model.path)
     values = config.model_dump(mode="json")
@@ -138,6 +139,13 @@ def resolve(
     if config.model.path == "demo" or path == config.model.path:
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+
+
+def check_loss(config: Config) -> None:
+    """Raise where [update] names a loss, an option or a key that does not fit."""
+    from attnrl.policy.objective import objective  # torch: not before it is needed
+
+    objective(config.update)
 
 
 def finished_note(state: State, config: Config) -> str:

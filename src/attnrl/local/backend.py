@@ -217,38 +217,9 @@ def build_sampler(config: Config, model: Any, tokenizer: Any) -> Draws:
 
 
 def build_learner(config: Config, model: Any) -> Learner:
-    """The learner of the `update` section, with temperature and seed from theirs."""
+    """The learner of the [update] section, with temperature and seed from theirs."""
     needs_copy = config.update.kl_weight > 0 and not is_lora(model)
     reference = copy.deepcopy(model).requires_grad_(False) if needs_copy else None
-    return Learner(model, reference, options=learner_options(config))
-
-
-def learner_options(config: Config) -> Any:
-    from attnrl.local.learner import LearnerOptions
-    from attnrl.local.losses import LossOptions
-
-    update = config.update
-    return LearnerOptions(
-        loss=LossOptions(
-            clip_low=update.clip_low,
-            clip_high=update.clip_high,
-            kl_weight=update.kl_weight,
-            dual_clip=update.dual_clip,
-            importance_cap=update.importance_cap,
-            entropy_weight=update.entropy_weight,
-        ),
-        lr=update.lr,
-        lr_warmup_updates=update.lr_warmup_updates,
-        betas=update.betas,
-        weight_decay=update.weight_decay,
-        max_grad_norm=update.max_grad_norm,
-        minibatch_prompts=update.minibatch_prompts,
-        minibatch_samples=update.minibatch_samples,
-        microbatch_tokens=update.microbatch_tokens,
-        logit_chunk_tokens=update.logit_chunk_tokens,
-        share_prefixes=update.share_prefixes,
-        gradient_checkpointing=update.gradient_checkpointing,
-        max_bad_updates=update.max_bad_updates,
-        temperature=config.sampling.temperature,
-        seed=config.run.seed,
+    return Learner(
+        model, reference, options=config.update, temperature=config.sampling.temperature, seed=config.run.seed
     )

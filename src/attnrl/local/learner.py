@@ -9,20 +9,22 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attnrl.algo.minibatches import plan_minibatches
+from attnrl.config import UpdateConfig
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.local.logprobs import pack_logprobs, packed_hidden, token_logprobs
-from attnrl.local.losses import LossOptions, LossSums, loss_sums
 from attnrl.local.models import is_lora, plain, without_adapters
 from attnrl.local.optimizer import MasterAdamW
-from attnrl.local.packing import Pack, input_ids, input_length, pack, plan_minibatches
+from attnrl.local.packing import Pack, input_ids, input_length, pack
 from attnrl.local.shared import can_share, fill_shared_bins
+from attnrl.policy.objective import LossSums, loss_sums, objective
+from attnrl.policy.rates import learning_rate
 from attnrl.scoring.scorer import bins_by_budget
 from attnrl.types import Sample
 
@@ -31,48 +33,29 @@ HALF_GAP = 0.1  # ... and in half precision; a wrong mask on a trained model mak
 Progress = Callable[[int, int], None]  # minibatches done, minibatches of this call
 
 
-@dataclass(frozen=True, slots=True)
-class LearnerOptions:
-    """How the policy is updated; defaults are the paper's."""
-
-    loss: LossOptions = field(default_factory=LossOptions)
-    lr: float = 1e-6
-    lr_warmup_updates: int = 0  # updates over which the learning rate rises linearly, then constant
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01  # on matrices only
-    max_grad_norm: float | None = 1.0  # gradients are scaled down to this global norm; None: never
-    minibatch_prompts: int | None = 32  # prompts per update; None: all at once
-    minibatch_samples: int | None = None  # samples per update, instead of prompts (released code: 192)
-    microbatch_tokens: int = 16384  # tokens per forward; a longer sample gets a forward of its own
-    pad_multiple: int = 1  # microbatches are filled up to a multiple of this many tokens
-    share_prefixes: bool = True  # run over tokens that samples share once; exact, where the model attends fully
-    logit_chunk_tokens: int | None = None  # tokens whose logits are held at once; None: by vocabulary, 512 MiB
-    gradient_checkpointing: bool = False  # run layers again in backward instead of keeping activations
-    temperature: float = 1.0  # of the sampler: log-probs are those of the distribution drawn from
-    max_bad_updates: int = 5  # non-finite updates in a row before training stops
-    seed: int = 0  # of the order of samples
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "microbatch_tokens", "pad_multiple", "temperature", "max_bad_updates"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}")
-        for name in ("minibatch_prompts", "minibatch_samples", "logit_chunk_tokens", "max_grad_norm"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be greater than 0 or None, not {value}")
-
-
 class Learner:
     """One policy, its frozen reference and its optimizer. `update` is one pass over the samples."""
 
-    def __init__(self, model: Any, reference: Any | None = None, *, options: LearnerOptions | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        reference: Any | None = None,
+        *,
+        options: UpdateConfig,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> None:
         """`reference`: a frozen model of the same vocabulary. It is not needed with a KL weight of 0, nor for a LoRA
-        policy, whose reference is the base without adapters."""
-        self.options = options or LearnerOptions()
+        policy, whose reference is the base without adapters. `temperature` is the sampler's: log-probs are those of
+        the distribution drawn from. `seed` is that of the order of samples.
+        """
+        self.options = options
+        self.objective = objective(options)
+        self.temperature = temperature
+        self.seed = seed
         self.model = model
         self.reference = reference
-        if self.options.loss.kl_weight > 0 and reference is None and not is_lora(model):
+        if self.options.kl_weight > 0 and reference is None and not is_lora(model):
             raise ConfigError("kl_weight is above 0 but there is no reference model; pass one or set kl_weight = 0")
         self.device = next(model.parameters()).device
         if self.options.gradient_checkpointing:
@@ -81,7 +64,6 @@ class Learner:
         self.optimizer = MasterAdamW(
             model.parameters(),
             betas=self.options.betas,
-            eps=self.options.eps,
             weight_decay=self.options.weight_decay,
             clip_norm=self.options.max_grad_norm,
         )
@@ -99,7 +81,7 @@ class Learner:
         Paper: Eq. 1.
         """
         rows = [i for i, sample in enumerate(samples) if input_length(sample) > 0]
-        rng = np.random.default_rng([self.options.seed, version])
+        rng = np.random.default_rng([self.seed, version])
         plan = plan_minibatches(
             [samples[i].uid for i in rows],
             prompts=self.options.minibatch_prompts,
@@ -118,14 +100,13 @@ class Learner:
         return metrics.summary(lr=self.learning_rate(), samples=len(rows))
 
     def learning_rate(self) -> float:
-        """Of the next update: constant after a linear rise."""
-        warmup = self.options.lr_warmup_updates
-        return self.options.lr * min(1.0, (self.updates + 1) / warmup) if warmup else self.options.lr
+        """Of the next update; it depends on the number of updates made alone, so a resumed run goes on with it."""
+        return learning_rate(self.options, self.updates)
 
     def accumulate(self, samples: Sequence[Sample], packs: Sequence[Sequence[int]]) -> UpdateMetrics:
         """Gradients of one minibatch given as microbatches of sample indices, left in the optimizer's masters.
 
-        Each microbatch adds its token sum over the loss tokens of the whole minibatch, so neither the cut into
+        Each microbatch adds its sum over the loss tokens (or samples) of the whole minibatch, so neither the cut into
         microbatches nor their order matters.
         """
         metrics = UpdateMetrics()
@@ -151,24 +132,25 @@ class Learner:
         return [[rows[i] for i in part] for part in bins]
 
     def _pack(self, samples: Sequence[Sample], rows: Sequence[int]) -> Pack:
-        multiple, share = self.options.pad_multiple, self.shares_prefixes
-        return pack(samples, rows, self.device, multiple=multiple, share_prefixes=share)
+        return pack(samples, rows, self.device, share_prefixes=self.shares_prefixes)
 
     def _logprobs(self, model: Any, microbatch: Pack) -> Tensor:
         chunk = self.options.logit_chunk_tokens
-        return pack_logprobs(model, microbatch, temperature=self.options.temperature, chunk=chunk)
+        return pack_logprobs(model, microbatch, temperature=self.temperature, chunk=chunk)
 
     def _sharing_is_exact(self, samples: Sequence[Sample], rows: Sequence[int]) -> bool:
         """Whether log-probs with shared prefixes equal those without, on the first microbatch of this learner.
 
         Kernels differ in how they mask fewer queries than keys; a wrong one would train on nonsense without a sign.
+        A model whose log-probs are not finite either way says nothing of that: it is looked at again next time.
         """
         shared = self._pack(samples, rows)
-        apart = pack(samples, shared.rows, self.device)
-        gap = (self._logprobs(self.model, shared) - self._logprobs(self.model, apart)).abs().mean().item()
+        apart_N = self._logprobs(self.model, pack(samples, shared.rows, self.device))
+        if not torch.isfinite(apart_N).all():
+            return True
+        gap = (self._logprobs(self.model, shared) - apart_N).abs().mean().item()
         self.checked_sharing = True
-        allowed = SHARING_GAP.get(next(self.model.parameters()).dtype, HALF_GAP)
-        if gap <= allowed or not math.isfinite(gap):
+        if gap <= SHARING_GAP.get(next(self.model.parameters()).dtype, HALF_GAP):  # false also where it is not a number
             return True
         self.shares_prefixes = False
         message = (
@@ -180,7 +162,7 @@ class Learner:
     def _old_logprobs(self, samples: Sequence[Sample], minibatches: list[list[list[int]]]) -> dict[int, Tensor]:
         """The learner's log-probs before the first step, by sample; empty unless importance weights need them."""
         old: dict[int, Tensor] = {}
-        if self.options.loss.importance_cap is None:
+        if not self.objective.needs_old:
             return old
         for rows in (rows for packs in minibatches for rows in packs):
             microbatch = self._pack(samples, rows)
@@ -189,7 +171,7 @@ class Learner:
         return old
 
     def _reference_logprobs(self, microbatch: Pack) -> Tensor | None:
-        if self.options.loss.kl_weight == 0:
+        if self.options.kl_weight == 0:
             return None
         if self.reference is not None:
             return self._logprobs(self.reference, microbatch)
@@ -226,7 +208,7 @@ class Learner:
         options = self.options
         self.optimizer.zero_grad()
         microbatches = [self._pack(samples, rows) for rows in packs]
-        tokens = sum(m.loss_tokens for m in microbatches)
+        units = sum(self.objective.units(m.counts) for m in microbatches)
         mode = _training_mode(self.model) if options.gradient_checkpointing else nullcontext()
         for microbatch in microbatches:
             reference_N = self._reference_logprobs(microbatch)
@@ -236,20 +218,21 @@ class Learner:
                     self.model,
                     hidden_TD,
                     microbatch,
-                    temperature=options.temperature,
+                    temperature=self.temperature,
                     chunk=options.logit_chunk_tokens,
-                    entropy_gradient=options.loss.entropy_weight != 0,
+                    entropy_gradient=options.entropy_weight != 0,
                 )
                 sums = loss_sums(
                     new_N,
                     entropy_N,
                     advantages_N=microbatch.advantages_N,
                     behaviour_N=microbatch.behaviour_N,
-                    options=options.loss,
+                    counts=microbatch.counts,
+                    objective=self.objective,
                     reference_N=reference_N,
                     old_N=old_N,
                 )
-                (sums.loss / tokens).backward()
+                (sums.loss / units).backward()
             metrics.add_microbatch(sums, microbatch)
 
 
@@ -269,15 +252,16 @@ class _training_mode:
 class UpdateMetrics:
     """What one call of `Learner.update` reports.
 
-    policy/loss                mean over loss tokens of everything in Eq. 1 (and the entropy bonus)
-    policy/surrogate           mean of the clipped surrogate alone
+    policy/loss                everything in Eq. 1 (and the entropy bonus), the mean that is minimised
+    policy/surrogate           mean over loss tokens of the loss by name alone, before importance weights
     policy/kl                  mean k3 KL to the frozen reference; 0 without one
     policy/behaviour_kl        mean k3 KL between the policy that drew the tokens and the learner
     policy/entropy             mean entropy of the next-token distribution, nats
     policy/clip_fraction       share of loss tokens whose ratio was clipped, either side
     policy/clip_high, _low     the two sides: positive advantage over 1 + clip_high, negative under 1 - clip_low
     policy/dual_clip           share of loss tokens held by the dual clip
-    policy/importance_weight   mean truncated importance weight; 1 when off
+    policy/importance_weight   mean importance weight, truncated or masked; 1 when off
+    policy/NAME                share of loss tokens that a loss of your own marks as NAME
     policy/ratio_max           largest probability ratio of a token
     policy/grad_norm           mean over updates of the gradient norm before clipping
     policy/lr                  learning rate of the next update
@@ -286,7 +270,7 @@ class UpdateMetrics:
     train/samples              samples used
     train/tokens               tokens that carried loss
     train/path_tokens          tokens of the samples as the model reads them, prompts included
-    train/forward_tokens       tokens the model ran over: path_tokens less what samples share, plus filling
+    train/forward_tokens       tokens the model ran over: path_tokens less what samples share
     train/microbatches         forward-backward passes
     """
 
@@ -296,6 +280,7 @@ class UpdateMetrics:
         self.norms: list[float] = []
         self.skipped = 0
         self.tokens = 0
+        self.units = 0
         self.forward_tokens = 0
         self.path_tokens = 0
         self.microbatches = 0
@@ -303,8 +288,9 @@ class UpdateMetrics:
     def add_microbatch(self, sums: LossSums, microbatch: Pack) -> None:
         self._add_sums(sums.sums, sums.ratio_max)
         self.tokens += microbatch.loss_tokens
+        self.units += sums.units
         self.forward_tokens += microbatch.tokens
-        self.path_tokens += sum(microbatch.lengths[: len(microbatch.rows)])
+        self.path_tokens += sum(microbatch.lengths)
         self.microbatches += 1
 
     def add(self, other: UpdateMetrics, norm: float) -> None:
@@ -312,6 +298,7 @@ class UpdateMetrics:
         if other.ratio_max is not None:
             self._add_sums(other.sums, other.ratio_max)
         self.tokens += other.tokens
+        self.units += other.units
         self.forward_tokens += other.forward_tokens
         self.path_tokens += other.path_tokens
         self.microbatches += other.microbatches
@@ -327,9 +314,11 @@ class UpdateMetrics:
 
     def summary(self, *, lr: float, samples: int) -> dict[str, float]:
         """The metrics listed above, of all finished updates."""
-        names = ("loss", "surrogate", "kl", "behaviour_kl", "entropy", "clip_high", "clip_low", "dual_clip")
+        always = ("surrogate", "kl", "behaviour_kl", "entropy", "clip_high", "clip_low", "dual_clip")
+        names = dict.fromkeys((*always, *(name for name in self.sums if name not in ("loss", "importance_weight"))))
         means = {f"policy/{name}": self.total(name) / max(1, self.tokens) for name in names}
         return {
+            "policy/loss": self.total("loss") / max(1, self.units),
             **means,
             "policy/clip_fraction": means["policy/clip_high"] + means["policy/clip_low"],
             "policy/importance_weight": self.total("importance_weight") / self.tokens if self.tokens else 1.0,

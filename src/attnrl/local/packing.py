@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnrl.local.shared import Runs, end_to_end, make_trie, with_filling
+from attnrl.local.shared import Runs, end_to_end, make_trie
 from attnrl.types import Ids, Sample, as_ids
 
 
@@ -72,22 +72,15 @@ def pack(
     rows: Sequence[int],
     device: torch.device | str,
     *,
-    multiple: int = 1,
     share_prefixes: bool = False,
 ) -> Pack:
-    """The samples `rows` on the device, end to end, or sorted with each shared prefix laid out once.
-
-    With `multiple` > 1 a last sequence without loss fills the pack up to a multiple of that many tokens: few
-    different shapes reach the device. It is a sequence of its own, so it changes neither loss nor gradient.
-    """
+    """The samples `rows` on the device, end to end, or sorted with each shared prefix laid out once."""
     sequences = [input_ids(samples[row]).astype(np.int64) for row in rows]
     trie = make_trie(sequences) if share_prefixes else end_to_end(sequences)
     rows = [rows[i] for i in trie.order]
     chosen = [samples[row] for row in rows]
     offsets = [loss_positions(sample) for sample in chosen]
-    if filling := -len(trie.ids_T) % multiple:
-        trie = with_filling(trie, filling)
-    paths = zip(trie.paths, chosen, offsets, strict=False)
+    paths = zip(trie.paths, chosen, offsets, strict=True)
     source = np.concatenate([path[len(sample.prompt) + at - 1] for path, sample, at in paths])
     targets = np.concatenate([s.response[at] for s, at in zip(chosen, offsets, strict=True)]).astype(np.int64)
     expand = None
@@ -115,30 +108,3 @@ def pack(
         runs=trie.runs(device) if share_prefixes else None,
         expand_N=None if expand is None else tensor(expand),
     )
-
-
-def plan_minibatches(
-    uids: Sequence[str], *, prompts: int | None, samples: int | None, rng: np.random.Generator
-) -> list[list[int]]:
-    """Sample indices of each minibatch, shuffled by `rng`: at most `prompts` prompts or `samples` samples each.
-
-    All samples of a prompt (same uid) share a minibatch when minibatches are counted in prompts. With neither limit,
-    everything is one minibatch.
-
-    Deviation: the minibatches are of even size (40 prompts at 32 a minibatch: 20 and 20, not 32 and 8), so that no
-    update is made from a small remainder.
-    """
-    if samples is not None:
-        units = [[i] for i in range(len(uids))]
-        size = samples
-    else:
-        groups: dict[str, list[int]] = {}
-        for i, uid in enumerate(uids):
-            groups.setdefault(uid, []).append(i)
-        units = list(groups.values())
-        size = prompts or len(units)
-    if not units:
-        return []
-    order = rng.permutation(len(units))
-    parts = np.array_split(order, -(-len(units) // size))
-    return [[i for unit in part for i in units[unit]] for part in parts]

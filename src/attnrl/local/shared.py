@@ -47,7 +47,7 @@ class Trie:
     order: tuple[int, ...]  # which of the given sequences
     ids_T: Array
     positions_T: Array
-    paths: tuple[Array, ...]  # of each sequence in that order, into T; a filling last
+    paths: tuple[Array, ...]  # of each sequence in that order, into T
     fresh: tuple[int, ...]
 
     def runs(self, device: torch.device | str) -> Runs:
@@ -117,18 +117,6 @@ def end_to_end(sequences: Sequence[Array]) -> Trie:
     positions = np.concatenate([np.arange(len(s)) for s in sequences])
     order = tuple(range(len(sequences)))
     return Trie(order, np.concatenate(list(sequences)), positions, paths, tuple(map(len, sequences)))
-
-
-def with_filling(trie: Trie, count: int) -> Trie:
-    """The trie and a last sequence of `count` tokens that belongs to no sample."""
-    start = len(trie.ids_T)
-    return Trie(
-        trie.order,
-        np.concatenate([trie.ids_T, np.zeros(count, np.int64)]),
-        np.concatenate([trie.positions_T, np.arange(count)]),
-        (*trie.paths, np.arange(start, start + count)),
-        (*trie.fresh, count),
-    )
 
 
 def fill_shared_bins(sequences: Sequence[Array], budget: int) -> list[list[int]]:

@@ -1,0 +1,148 @@
+"""Eq. 1 as the section [update] states it: a loss by name, importance weights, KL to the reference, entropy bonus.
+
+Shapes: N loss tokens of a microbatch, S samples they come from, whole and in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnrl.algo.parts import bind
+from attnrl.config import UpdateConfig
+from attnrl.errors import ConfigError
+from attnrl.policy.losses import LOG_LIMIT, LOSSES, Loss, TokenLoss, ratio
+
+LOSS_KNOBS = ("clip_low", "clip_high", "dual_clip")  # keys of [update] that mean something only to a loss
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Objective:
+    """What the update minimises; `objective` makes it from a config."""
+
+    loss: Loss  # bound: (new_N, old_N, advantages_N, counts_S) -> TokenLoss or tensor
+    kl_weight: float = 0.001
+    entropy_weight: float = 0.0
+    importance_cap: float | None = None
+    importance_mask: tuple[float, float] | None = None
+    mean_over_samples: bool = False  # otherwise one mean over all loss tokens of a minibatch
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether it wants the learner's log-probs from before the update."""
+        return self.importance_cap is not None or self.importance_mask is not None
+
+    def units(self, counts: Sequence[int]) -> int:
+        """What the mean of the loss runs over: of samples with so many loss tokens each, the tokens or the samples."""
+        return sum(count > 0 for count in counts) if self.mean_over_samples else sum(counts)
+
+
+def objective(options: UpdateConfig) -> Objective:
+    """The objective of an [update] section. A wrong name or option, and a key that is set but that this loss does not
+    take, raise ConfigError with the key's name.
+    """
+    knobs = {name: getattr(options, name) for name in UpdateConfig.model_fields if not name.startswith("loss")}
+    try:
+        loss = bind(LOSSES, options.loss, options.loss_options, knobs)
+    except ValueError as error:
+        raise ConfigError(f"update.loss: {error}") from None
+    for name in LOSS_KNOBS:
+        value = getattr(options, name)
+        if name not in loss.keywords and value != UpdateConfig.model_fields[name].default:
+            own = ", ".join(f"update.loss_options.{key}" for key in getattr(loss.func, "__kwdefaults__", None) or {})
+            hint = f"its own options: {own}" if own else "it has no options"
+            raise ConfigError(f"update.{name} = {value} is set, but the loss {options.loss!r} takes no {name} ({hint})")
+    return Objective(
+        loss=loss,
+        kl_weight=options.kl_weight,
+        entropy_weight=options.entropy_weight,
+        importance_cap=options.importance_cap,
+        importance_mask=options.importance_mask,
+        mean_over_samples=getattr(loss.func, "mean_over_samples", False),
+    )
+
+
+def k3(log_ratio_N: Tensor) -> Tensor:
+    """exp(d) - d - 1 per token: an estimate of KL(new || ref) that is never negative, for d = ref - new. [N]
+
+    Deviation: d is held within +-20, so that one broken token cannot overflow the whole sum.
+    """
+    d_N = log_ratio_N.clamp(-LOG_LIMIT, LOG_LIMIT)
+    return torch.expm1(d_N) - d_N
+
+
+def importance_weights(
+    old_N: Tensor, sampler_N: Tensor, *, cap: float | None = None, mask: tuple[float, float] | None = None
+) -> Tensor:
+    """w = exp(old - sampler) per token, without gradient: corrects the gap between sampler and learner. [N]
+
+    Truncated: min(w, cap). Masked: w within the bounds of `mask` (both included), 0 outside.
+    """
+    weights_N = ratio(old_N, sampler_N).detach()
+    if mask is not None:
+        weights_N = torch.where((weights_N >= mask[0]) & (weights_N <= mask[1]), weights_N, 0.0)
+    return weights_N if cap is None else weights_N.clamp(max=cap)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossSums:
+    """Sums over the loss tokens of a microbatch, on the device; they add up to the minibatch."""
+
+    loss: Tensor  # carries the gradient; to be divided by the minibatch's `units`
+    units: int  # loss tokens of the microbatch, or its samples where the mean runs over samples
+    sums: dict[str, Tensor]  # detached, one scalar per metric
+    ratio_max: Tensor
+
+
+def loss_sums(
+    new_N: Tensor,
+    entropy_N: Tensor,
+    *,
+    advantages_N: Tensor,
+    behaviour_N: Tensor,
+    counts: Sequence[int],
+    objective: Objective,
+    reference_N: Tensor | None = None,
+    old_N: Tensor | None = None,
+) -> LossSums:
+    """Eq. 1 summed over the tokens: the loss, plus weighted k3 KL, minus weighted entropy. `counts` are the loss tokens
+    of each sample.
+
+    The ratio runs against the behaviour log-probs that came with each token. With importance weights it runs against
+    `old_N` (the learner at the start of the update) and each token's loss is weighted; KL and entropy are not.
+
+    Paper: Eq. 1.
+    """
+    base_N = behaviour_N
+    weights_N = torch.ones_like(behaviour_N)
+    if objective.needs_old:
+        assert old_N is not None, "importance weights need the learner's log-probs before the update"
+        cap, mask = objective.importance_cap, objective.importance_mask
+        base_N, weights_N = old_N, importance_weights(old_N, behaviour_N, cap=cap, mask=mask)
+    counts_S = torch.tensor(counts, device=new_N.device)
+    found = objective.loss(new_N, base_N, advantages_N, counts_S)
+    policy = found if isinstance(found, TokenLoss) else TokenLoss(found)
+    total_N = policy.loss_N * weights_N
+    kl_N = torch.zeros_like(new_N)
+    if reference_N is not None:
+        kl_N = k3(reference_N - new_N)
+        total_N = total_N + objective.kl_weight * kl_N
+    if objective.entropy_weight:
+        total_N = total_N - objective.entropy_weight * entropy_N
+    if objective.mean_over_samples:
+        total_N = total_N / counts_S.repeat_interleave(counts_S)
+    with torch.no_grad():
+        sums = {
+            "loss": total_N.detach().sum(),
+            "surrogate": policy.loss_N.detach().sum(),
+            "kl": kl_N.detach().sum(),
+            "behaviour_kl": k3(new_N - behaviour_N).sum(),
+            "entropy": entropy_N.detach().sum(),
+            "importance_weight": weights_N.sum(),
+            **{name: mark_N.float().sum() for name, mark_N in policy.marks.items()},
+        }
+        ratio_max = ratio(new_N, base_N).max()
+    return LossSums(total_N.sum(), objective.units(counts), sums, ratio_max)

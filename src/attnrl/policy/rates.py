@@ -1,0 +1,25 @@
+"""The learning rate of each update."""
+
+from __future__ import annotations
+
+import math
+
+from attnrl.config import UpdateConfig
+
+
+def learning_rate(options: UpdateConfig, updates: int) -> float:
+    """The rate of the next update after `updates` were made: a linear rise over the warm-up, then constant, or down to
+    0 after `lr_decay_updates` updates, on a line or on half a cosine.
+
+    >>> linear = UpdateConfig(lr=1.0, lr_schedule="linear", lr_decay_updates=4)
+    >>> [learning_rate(linear, n) for n in range(6)]
+    [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    """
+    warmup, end = options.lr_warmup_updates, options.lr_decay_updates
+    if updates < warmup:
+        return options.lr * min(1.0, (updates + 1) / warmup)
+    if options.lr_schedule == "constant":
+        return options.lr
+    assert end is not None, "the config was validated"
+    left = max(0.0, (end - updates) / (end - warmup))
+    return options.lr * (left if options.lr_schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left)))
