@@ -7,13 +7,19 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-HEADER = " prompts accuracy valid samples length entropy     kl  grad  tok/s    eta"  # after the iteration
+from attnrl.algo.health import complaint
+from attnrl.config import Config
+
+HEADER = " prompts accuracy valid samples length  cut steps entropy     kl  grad  tok/s    eta"  # after the iteration
+LOOK = (3, 10)  # a run that does not learn says so after so many iterations, and every so many after that
 
 
-def console_line(iterations: int, console: Console | None = None) -> Callable[[dict[str, float]], None]:
-    """An observer that prints one line an iteration."""
+def console_line(config: Config, console: Console | None = None) -> Callable[[dict[str, float]], None]:
+    """An observer that prints one line an iteration, and says so where a run does not learn."""
     out = console or Console()
+    iterations = config.run.iterations
     start, first, lines = 0.0, 0, 0
+    seen: list[dict[str, float]] = []
 
     def show(metrics: dict[str, float]) -> None:
         nonlocal lines, first, start
@@ -27,6 +33,13 @@ def console_line(iterations: int, console: Console | None = None) -> Callable[[d
             lines += 1
             left = (time.monotonic() - start) / max(done - first, 1) * (iterations - done)
             out.print(_line(metrics, done, iterations, left), highlight=False, soft_wrap=True)
+            seen.append(metrics)
+            if len(seen) == LOOK[0] or len(seen) % LOOK[1] == 0 or done == iterations:
+                said = complaint(
+                    seen, max_response_tokens=config.sampling.max_response_tokens, delta=config.algo.delta
+                )
+                if said:
+                    out.print(said, style="bold red", highlight=False, soft_wrap=True)
         for name, value in evaluated.items():
             low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
             band = f"  [95 % {low:.1%} to {high:.1%}]" if low is not None and high is not None else ""
@@ -42,7 +55,8 @@ def _line(m: dict[str, float], done: int, iterations: int, left: float) -> str:
         f"{done:>{len(str(iterations))}}/{iterations}"
         f"{m.get('batch/prompts', 0):>8.0f}{m.get('trunks/accuracy', 0):>9.1%}"
         f"{m.get('both/valid', m.get('trunks/valid', 0)):>6.0%}{m.get('train/samples', 0):>8.0f}"
-        f"{m.get('generate/length', 0):>7.0f}{m.get('policy/entropy', float('nan')):>8.3f}"
+        f"{m.get('generate/length', 0):>7.0f}{m.get('generate/truncated_share', 0):>5.0%}"
+        f"{m.get('trunks/steps', 0):>6.1f}{m.get('policy/entropy', float('nan')):>8.3f}"
         f"{m.get('policy/kl', float('nan')):>7.4f}{m.get('policy/grad_norm', float('nan')):>6.2f}{speed:>7.0f}"
         f"{time_span(left):>7}"
     )

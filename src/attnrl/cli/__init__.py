@@ -11,7 +11,7 @@ import os
 import sys
 
 from attnrl import __version__
-from attnrl.errors import AttnRLError
+from attnrl.errors import AttnRLError, Interrupted
 
 COMMANDS = {
     "demo": "train a tiny model on this machine and show that it got better",
@@ -71,6 +71,9 @@ def run(argv: list[str]) -> int:
     except (OSError, UnicodeError) as error:  # a file or folder that cannot be read or written: the system says which
         print(f"attnrl {argv[0]}: {error}", file=sys.stderr)
         return 2
+    except Interrupted as stop:
+        print(f"attnrl {argv[0]}: {stop}", file=sys.stderr)
+        return 128 + stop.number
     except KeyboardInterrupt:
         print(f"stopped{GO_ON.get(argv[0], '')}", file=sys.stderr)
         return 130

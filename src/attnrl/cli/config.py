@@ -15,20 +15,24 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from attnrl.cli.assemble import check_parts
-from attnrl.cli.flags import describe_keys, parse, show, wants_help
-from attnrl.config import load_config
-from attnrl.errors import ConfigError
+from attnrl.cli.flags import describe_keys, read_flags, show, wants_help
+from attnrl.config import Section, load_config
+from attnrl.launch.parts import check_parts
+
+
+class ConfigFlags(Section):
+    """The flags of `attnrl config`."""
+
+    preset: str
+    """one preset: attnrl config PRESET; `attnrl presets` lists them."""
 
 
 def main(argv: list[str]) -> int:
     if wants_help(argv):
         show(f"{__doc__}\nKeys, with their values in attnrl_1p5b:\n\n{describe_keys()}")
         return 0
-    words, flags = parse(argv)
-    if len(words) != 1:
-        raise ConfigError("give one preset: attnrl config PRESET; `attnrl presets` lists them")
-    config = load_config(words[0], flags)
+    flags, overrides = read_flags(ConfigFlags, argv, str(__doc__), short={}, words="preset")
+    config = load_config(flags.preset, overrides)
     check_parts(config)
     show(to_toml(config.model_dump(mode="json")))
     return 0
@@ -45,7 +49,7 @@ def to_toml(values: dict[str, Any], prefix: str = "") -> str:
     rule_options = {a = 1}
     # cap = none
     """
-    plain = {k: v for k, v in values.items() if not isinstance(v, dict) or k.endswith("_options")}
+    plain = {k: v for k, v in values.items() if not isinstance(v, dict) or k.endswith("options") or k == "columns"}
     lines = [f"# {k} = none" if v is None else f"{k} = {_value(v)}" for k, v in plain.items()]
     for name, section in values.items():
         if name not in plain:

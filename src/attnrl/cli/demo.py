@@ -9,9 +9,6 @@ presets (demo_grpo, demo_treerl) are trained one after the other and compared.
 A demo that was stopped goes on when the same command is given again. One that
 is finished is kept: the next goes into DIR-2, and so on.
 
---output DIR          where it is written; by default runs/demo
---section.key VALUE   any key of the config: `attnrl config --help`
-
 Examples:
   attnrl demo                              AttnRL alone
   attnrl demo demo demo_grpo demo_treerl   three methods side by side
@@ -27,29 +24,35 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from attnrl.cli.console import time_span
-from attnrl.cli.flags import parse, show, wants_help
-from attnrl.cli.train import finished_note, run_training
-from attnrl.config import Config, load_config
+from attnrl.cli.flags import read_flags, show
+from attnrl.config import Config, Names, Section, load_config
+from attnrl.console import time_span
 from attnrl.errors import ConfigError
+from attnrl.launch import train
+from attnrl.launch.training import finished_note
 from attnrl.run import check_run, read_metrics
 
 HELD_OUT = "eval/tasks/pass@1"
 
 
+class DemoFlags(Section):
+    """The flags of `attnrl demo`."""
+
+    presets: Names = ("demo",)
+    """Presets, trained one after the other."""
+    output: Path = Path("runs/demo")
+    """Where it is written."""
+
+
 def main(argv: list[str]) -> int:
-    if wants_help(argv):
-        show(str(__doc__))
-        return 0
-    words, flags = parse(argv, plain=["output"])
-    names = words or ["demo"]
-    output = Path(flags.pop("output", "runs/demo"))
-    configs = {name: load_config(name, flags) for name in names}
+    flags, overrides = read_flags(DemoFlags, argv, str(__doc__), short={}, words="presets")
+    names, output = flags.presets, flags.output
+    configs = {name: load_config(name, overrides) for name in names}
     place = choose_place(output, configs)
     if place != output:
         show(f"{output} is kept (finished, or other settings): writing into {place}")
     for name, config in configs.items():
-        run_training(config, place / name, resume=True)
+        train(config, place / name, resume=True)
     from attnrl.analysis.report import write_report
 
     runs = [place / name for name in names]

@@ -15,263 +15,119 @@ Flags overrule it. Any other model gets the paper's settings, shown below.
 Examples:
   attnrl eval --model demo --output results/demo
   attnrl eval --model runs/demo/demo --output results/trained
-  attnrl eval --compare results/demo results/trained
+  attnrl eval --compare results/demo,results/trained
   attnrl eval --model M --benchmarks aime24,math500 --output results/m
-  attnrl eval --responses responses.jsonl --k 1 8
+  attnrl eval --responses responses.jsonl --k 1,8
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import tyro
+from pydantic import Field
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from attnrl.cli.flags import read_flags, show, unset
-from attnrl.cli.tasks import TaskFlags
-from attnrl.data.benchmarks import BENCHMARKS, SIX, load_benchmark
-from attnrl.data.prompts import TEMPLATE
-from attnrl.errors import ConfigError, DataError, MissingFileError
+from attnrl.cli.flags import read_flags, show
+from attnrl.config import Section, load_config
+from attnrl.errors import ConfigError, MissingFileError
 
 if TYPE_CHECKING:
-    from attnrl.config import Config
-    from attnrl.data.records import Record
     from attnrl.evaluation import Report
-    from attnrl.types import Prompt
+
+SHORT = {
+    "benchmarks": "evaluation.benchmarks",
+    "samples": "evaluation.samples",
+    "k": "evaluation.ks",
+    "temperature": "evaluation.temperature",
+    "top_p": "evaluation.top_p",
+    "max_tokens": "evaluation.max_response_tokens",
+    "max_prompt_tokens": "evaluation.max_prompt_tokens",
+    "task_count": "evaluation.tasks",
+    "template": "data.template",
+    "data_dir": "data.directory",
+    "grade_truncated": "algo.grade_truncated",
+    "rows": "engine.local.rows",
+    "device": "engine.local.device",
+    "dtype": "model.dtype",
+}
 
 
-@dataclass(frozen=True)
-class EvalFlags:
+class EvalFlags(Section):
     """The flags of `attnrl eval`."""
 
-    model: Annotated[str | None, unset("MODEL")] = None
+    model: str | None = None
     """Directory or hub name of a Hugging Face model, a run directory, or "demo" (comes with attnrl)."""
-    responses: Annotated[Path | None, unset("FILE")] = None
+    responses: Path | None = None
     """File of stored responses (jsonl, json, parquet) with response and gold, or benchmark and row."""
-    compare: Annotated[tuple[Path, Path] | None, unset("DIR_A DIR_B")] = None
-    """Two output directories A and B; prints B - A per benchmark, paired by problem."""
-    benchmarks: str = ",".join(SIX)
-    """Names, separated by commas: known benchmarks, data files, "tasks" (made-up ones), or gym:NAME (reasoning-gym)."""
-    data_dir: Annotated[Path | None, unset("DIR")] = None
-    """Directory with the benchmark files; by default $ATTNRL_DATA, then the hub."""
-    samples: Annotated[int | None, unset("INT")] = None
-    """Responses per problem; by default each benchmark's own number (4 for files and tasks)."""
-    k: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT ...")] = (1,)
-    """The k of pass@k; at most the number of samples."""
-    temperature: float = 0.6
-    """Softmax temperature; 0 is greedy."""
-    top_p: float = 0.95
-    """Nucleus; 1 switches it off."""
-    max_tokens: int = 32_768
-    """Response limit. A response cut off by it counts as wrong."""
-    seed: int = 0
-    """Seed of sampling and of the bootstrap."""
-    output: Annotated[Path | None, unset("DIR")] = None
+    compare: tuple[Path, Path] | None = None
+    """Two output directories A,B; prints B - A per benchmark, paired by problem."""
+    output: Path | None = None
     """Output directory; needed with --model."""
-    template: Annotated[str | None, unset("TEXT")] = None
-    """Text around {problem}; by default the paper's, and the bare problem for made-up tasks."""
-    max_prompt_tokens: int = 4096
-    """A longer prompt is an error: leaving problems out would change the benchmark."""
-    grade_truncated: bool = False
-    """Grade responses that the length limit cut off instead of counting them as wrong."""
-    chunk: int = 512
+    seed: int = Field(0, ge=0)
+    """Seed of sampling and of the bootstrap."""
+    chunk: int = Field(512, ge=1)
     """Responses drawn between two writes to the output directory."""
-    rows: int = 256
-    """Responses drawn at the same time."""
-    device: str = "auto"
-    """cpu, cuda, or auto."""
-    dtype: str = "auto"
-    """float32, bfloat16, or auto."""
-    task_count: int = 256
-    """How many held-out tasks, for "tasks" and gym:NAME."""
-    task_seed: int = 0
-    """Seed of those tasks."""
-    tasks: TaskFlags = field(default_factory=TaskFlags)
 
 
 def main(argv: list[str]) -> int:
-    flags = read_flags(EvalFlags, argv, str(__doc__))
-    if flags.model is not None and (known := known_settings(flags.model)):
-        where, default = known
-        show(f"settings from {where} where no flag says otherwise")
-        flags = read_flags(EvalFlags, argv, str(__doc__), default)
+    flags, overrides = read_flags(EvalFlags, argv, str(__doc__), short=SHORT)
     chosen = [name for name in ("model", "responses", "compare") if getattr(flags, name) is not None]
     if len(chosen) != 1:
         raise ConfigError(
             f"give exactly one of --model, --responses and --compare, not {' and '.join(chosen) or 'none'}"
         )
-    for name, least in (("samples", 1), ("chunk", 1), ("seed", 0), ("max_tokens", 1), ("task_count", 1)):
-        if (value := getattr(flags, name)) is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
-    return {"model": evaluate_model, "responses": evaluate_stored, "compare": compare_two}[chosen[0]](flags)
+    run = {"model": evaluate_model, "responses": evaluate_stored, "compare": compare_two}[chosen[0]]
+    return run(flags, overrides)
 
 
-def known_settings(model: str) -> tuple[str, EvalFlags] | None:
-    """Where it is written how a model is evaluated, and the flags that say so; None for a model from elsewhere."""
-    from attnrl.config import Config, load_config
-
-    path = Path(model)
-    inside = path.is_dir() and path.absolute().match("checkpoints/*/model")
-    run = path.absolute().parents[2] if inside else path
-    if model == "demo":
-        return "preset demo", flags_of(load_config("demo"))
-    if (run / "checkpoints").is_dir() and (file := run / "config.json").is_file():
-        return str(file), flags_of(Config.model_validate_json(file.read_text("utf-8")))
-    if (file := path / "warmup.json").is_file():
-        made = json.loads(file.read_text("utf-8"))
-        tasks, temperature = TaskFlags(**made["task"]), made["options"]["temperature"]
-        return str(file), EvalFlags(
-            benchmarks="tasks", tasks=tasks, temperature=temperature, top_p=1.0, max_tokens=1024
-        )
-    return None
-
-
-def flags_of(config: Config) -> EvalFlags:
-    """The flags of an evaluation as a run with this config makes it."""
-    wanted, tasks = config.evaluation, config.data.tasks.model_dump()
-    return EvalFlags(
-        benchmarks=",".join(wanted.benchmarks),
-        data_dir=Path(config.data.directory) if config.data.directory is not None else None,
-        samples=wanted.samples,
-        k=wanted.ks,
-        temperature=wanted.temperature,
-        top_p=wanted.top_p,
-        max_tokens=wanted.max_response_tokens,
-        template=config.data.template,
-        grade_truncated=config.algo.grade_truncated,
-        rows=config.sampling.rows,
-        device=config.model.device,
-        dtype=config.model.dtype,
-        task_count=wanted.tasks,
-        task_seed=tasks.pop("seed"),
-        tasks=TaskFlags(**tasks),
-    )
-
-
-def evaluate_model(flags: EvalFlags) -> int:
+def evaluate_model(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
     """Draw, grade and report. Everything that can be wrong with the flags is found before the model loads."""
-    from attnrl.cli.assemble import decoder, newest_model
-    from attnrl.evaluation import check_samples, evaluate
-    from attnrl.types import Sampling
-    from attnrl.verify import Verifier
+    from attnrl.launch import evaluate
+    from attnrl.launch.evaluating import settings_of
 
     assert flags.model is not None
     if flags.output is None:
         raise ConfigError(
             "--output DIR is needed with --model: responses are kept there, so that a killed run continues"
         )
-    model = newest_model(flags.model)
-    names = [name.strip() for name in flags.benchmarks.split(",") if name.strip()]
-    samples = {label(name): flags.samples or default_samples(name) for name in names}
-    if len(samples) < len(names):
-        raise ConfigError(f"--benchmarks {flags.benchmarks}: a name occurs twice")
-    check_samples(samples, flags.k)
-    records = {label(name): load(name, flags) for name in names}
-    from attnrl.local import BackendOptions, load_backend  # torch: only once the flags are known to be right
-
-    options = BackendOptions(rows=flags.rows)
-    backend, tokenizer = load_backend(model, device=flags.device, dtype=flags.dtype, options=options)
-    prompts = {label(name): render(records[label(name)], tokenizer, name, flags) for name in names}
-    with Verifier() as verifier:
-        report = evaluate(
-            backend,
-            prompts,
-            decode=decoder(tokenizer),
-            grade=verifier.grade,
-            samples=samples,
-            sampling=Sampling(flags.temperature, flags.top_p),
-            max_tokens=flags.max_tokens,
-            seed=flags.seed,
-            ks=flags.k,
-            out_dir=flags.output,
-            settings={"model": "demo" if flags.model == "demo" else model, "dtype": flags.dtype},
-            chunk=flags.chunk,
-            grade_truncated=flags.grade_truncated,
-            progress=True,
-        )
+    where, config = settings_of(flags.model, overrides)
+    if where:
+        show(f"settings from {where} where no flag says otherwise")
+    report = evaluate(flags.model, config=config, output=flags.output, seed=flags.seed, chunk=flags.chunk)
     show_report(report, flags.output)
     return 0
 
 
-def label(name: str) -> str:
-    """The name of a benchmark in tables: a file's without directory and suffix.
-
-    >>> label("data/test.jsonl.gz"), label("aime24")
-    ('test', 'aime24')
-    """
-    return name if name in BENCHMARKS or name.startswith("gym:") else Path(name).name.split(".")[0]
-
-
-def default_samples(name: str) -> int:
-    return BENCHMARKS[name].samples if name in BENCHMARKS else 4
-
-
-def load(name: str, flags: EvalFlags) -> list[Record]:
-    """The records of one benchmark: known, made up, of reasoning-gym, or a file."""
-    from attnrl.data.gym import gym_records
-    from attnrl.data.records import load_records
-    from attnrl.data.tasks import as_records
-
-    if name in BENCHMARKS:
-        return load_benchmark(name, flags.data_dir)
-    if name == "tasks":
-        return as_records(flags.tasks.spec(), "test", flags.task_count, flags.task_seed)
-    if name.startswith("gym:"):
-        return gym_records(name.removeprefix("gym:"), "test", flags.task_count, flags.task_seed)
-    if not Path(name).exists():
-        known = ", ".join(BENCHMARKS)
-        raise MissingFileError(f"--benchmarks {name}: no file of that name, and no benchmark; known are {known}, tasks")
-    return list(load_records(name, strict=True))
-
-
-def render(records: Sequence[Record], tokenizer: Any, name: str, flags: EvalFlags) -> list[Prompt]:
-    """The prompts of one benchmark, all of them."""
-    from attnrl.data.prompts import render_prompts
-
-    template = flags.template or ("{problem}" if name == "tasks" else TEMPLATE)
-    prompts, dropped = render_prompts(
-        records, tokenizer, template=template, max_prompt_tokens=flags.max_prompt_tokens, unique=False
-    )
-    if dropped:
-        raise DataError(f"benchmark {name}: {dropped.report()}; raise --max-prompt-tokens")
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    if unknown is not None and any((prompt.ids == unknown).any() for prompt in prompts):
-        raise ConfigError(
-            f"benchmark {name}: its prompts hold words that this model's tokenizer does not know; for a model of "
-            "made-up tasks give --template '{problem}' and tasks of its own settings"
-        )
-    return prompts
-
-
-def evaluate_stored(flags: EvalFlags) -> int:
+def evaluate_stored(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
     """Grade stored responses and report."""
+    from attnrl.data.benchmarks import load_benchmark
     from attnrl.evaluation import Report, grade_stored
-    from attnrl.verify import Verifier
+    from attnrl.launch.models import open_rewards
 
     assert flags.responses is not None
     if not flags.responses.is_file():
         raise MissingFileError(f"--responses {flags.responses}: no such file")
-    with Verifier() as verifier:
+    config = load_config("", overrides)
+    with open_rewards(config) as rewards:
         responses = grade_stored(
-            flags.responses,
-            lambda items: verifier.grade(items, progress=True),
-            lambda name: load_benchmark(name, flags.data_dir),
-            grade_truncated=flags.grade_truncated,
+            flags.responses, rewards.grade, lambda name: load_benchmark(name, config.data.directory)
         )
-    report = Report(responses, ks=flags.k, settings={"responses": str(flags.responses)}, seed=flags.seed)
+    report = Report(
+        responses, ks=config.evaluation.ks, settings={"responses": str(flags.responses)}, seed=flags.seed
+    )
     if flags.output is not None:
         report.save(flags.output)
     show_report(report, flags.output)
     return 0
 
 
-def compare_two(flags: EvalFlags) -> int:
+def compare_two(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
     """Print the paired differences, and write them as JSON and Markdown where --output says."""
     from attnrl.evaluation.compare import compare, comparison_rows
     from attnrl.evaluation.results import markdown

@@ -11,17 +11,12 @@ Examples:
 
 from __future__ import annotations
 
-from attnrl.cli.flags import show, wants_help
-from attnrl.config import presets
-from attnrl.errors import ConfigError
+from attnrl.cli.flags import read_flags, show
+from attnrl.config import Section, presets
 
 
 def main(argv: list[str]) -> int:
-    if wants_help(argv):
-        show(str(__doc__))
-        return 0
-    if argv:
-        raise ConfigError(f"takes no arguments, got {argv[0]!r}")
+    read_flags(Section, argv, str(__doc__))
     known = presets()
     width = max(map(len, known))
     show("\n".join(f"{name:<{width}}  {about}" for name, about in known.items()))

@@ -13,29 +13,26 @@ Examples:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 
 from attnrl.analysis import write_report
-from attnrl.cli.flags import read_flags, unset
+from attnrl.cli.flags import read_flags
+from attnrl.config import Section
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class ReportFlags(Section):
     """The flags of `attnrl report`."""
 
-    run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional, unset("RUN_DIR ...")]
-    """Run directories of `attnrl train`; each becomes one colour."""
-    output: Annotated[Path | None, unset("FILE")] = None
+    run_dirs: tuple[Path, ...]
+    """run directories of `attnrl train`; each becomes one colour."""
+    output: Path | None = None
     """Where to write; by default report.html, in the run directory for one run, here for several."""
 
 
 def main(argv: list[str]) -> int:
-    options = read_flags(Options, argv, str(__doc__))
+    options, _ = read_flags(ReportFlags, argv, str(__doc__), words="run_dirs")
     inside = options.run_dirs[0] if len(options.run_dirs) == 1 else Path()
     with Console(stderr=True).status("reading the run directories"):
         written = write_report(options.run_dirs, options.output or inside / "report.html")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from attnrl.algo.parts import read_by
 from attnrl.algo.reasons import step_reasons
 from attnrl.config import Config, load_config
 from attnrl.errors import ConfigError, DataError
@@ -148,7 +149,7 @@ def step_records(
     reasons = step_reasons(
         trunk,
         chosen,
-        by_fci=algo.rule == "fci",
+        by_fci="fci" in read_by(rule),
         delta=algo.delta,
         top_fraction=algo.top_fraction,
         min_gap_tokens=algo.min_gap_tokens,

@@ -84,7 +84,7 @@ def train(
     run = open_run(run_dir, values, resume=resume)
     say_where_it_goes_on(run_dir, state, say)
     watching = [
-        console_line(config.run.iterations, config),
+        console_line(config),
         *open_trackers(
             config.run.trackers,
             run_dir,
