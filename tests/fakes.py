@@ -9,7 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from attnrl.types import Prompt, Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Verdict, as_floats, as_ids
+from attnrl.config import Config
+from attnrl.iteration import Parts
+from attnrl.launch.parts import assemble, check_parts
+from attnrl.types import (
+    Attempt,
+    Prompt,
+    Request,
+    Rollout,
+    Sample,
+    Sampling,
+    ScoreRequest,
+    Scores,
+    Scoring,
+    Verdict,
+    as_floats,
+    as_ids,
+)
 
 EOS, BLANK, RIGHT, WRONG, FIRST_WORD = 0, 1, 2, 3, 4
 TEXTS = ["", ".\n\n", "right", "wrong", *(f" w{i}" for i in range(16))]
@@ -23,9 +39,13 @@ class FakeBackend:
         self.skill = skill
         self.calls: list[tuple[str, int]] = []
         self.trained: list[list[Sample]] = []
+        self.scorings: list[Scoring] = []
+        self.requests: list[list[Request]] = []
+        self.closed = False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         self.calls.append(("generate", len(requests)))
+        self.requests.append(list(requests))
         return [self._draw(r) for r in requests]
 
     def _draw(self, request: Request) -> Rollout:
@@ -40,14 +60,16 @@ class FakeBackend:
         logprobs = as_floats(np.log(rng.uniform(0.05, 1.0, size=len(ids))))
         return Rollout(as_ids(ids), logprobs, "length" if cut else "stop", self.version)
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+    def score(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
         self.calls.append(("score", len(requests)))
+        self.scorings.append(scoring)
         scores = []
         for r in requests:
             rng = np.random.default_rng([len(r.response), int(r.response.sum())])
             fci = rng.random(len(r.steps))
             fci[max(len(r.steps) - 4, 0) :] = 0.0
             entropy = rng.random(len(r.response))
+            fci = fci if scoring.fci else np.full(len(r.steps), np.nan)
             scores.append(Scores(as_floats(-entropy), as_floats(entropy), as_floats(fci)))
         return scores
 
@@ -62,6 +84,13 @@ class FakeBackend:
 
     def load(self, path: Path) -> None:
         self.version = json.loads((path / "fake.json").read_text())["version"]
+
+
+    def metrics(self) -> dict[str, float]:
+        return {"fake/calls": float(len(self.calls))}
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class FakeStream:
@@ -81,5 +110,15 @@ def decode(ids: Any) -> str:
     return "".join(texts(ids))
 
 
-def grade(items: Any) -> list[Verdict]:
-    return [Verdict(float(decode(ids).endswith(answers[0])), "fake", decode(ids)[-5:]) for ids, answers in items]
+def grade(attempts: Sequence[Attempt]) -> list[Verdict]:
+    """Right where the response ends in the answer; the verdict repeats what it was shown, so that a test can see
+    whether that was the whole response.
+    """
+    return [
+        Verdict(float(a.finish == "stop" and a.response.endswith(a.answers[0])), "fake", a.response) for a in attempts
+    ]
+
+
+def fake_parts(config: Config, backend: FakeBackend | None = None) -> Parts:
+    """The parts that a config names, over a fake backend."""
+    return assemble(config, check_parts(config), backend or FakeBackend(), FakeStream(), texts, decode, grade)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attnrl.cli.assemble import check_parts
+from attnrl.launch.parts import check_parts
 from attnrl.config import Config, TaskConfig, keys, load_config, presets
 from attnrl.data.tasks import TaskSpec
 from attnrl.errors import ConfigError, MissingFileError
@@ -17,7 +17,7 @@ from attnrl.errors import ConfigError, MissingFileError
 def test_every_preset_loads_with_parts_that_exist(preset: str) -> None:
     config = load_config(preset)
     assert config.about, "a preset says in one line what it is"
-    assert set(check_parts(config)) == {"segmenter", "rule", "budget", "estimator"}
+    assert set(check_parts(config)) == {"segmenter", "rule", "filter", "budget", "estimator", "credit"}
 
 
 def test_the_papers_presets_are_there() -> None:
@@ -49,7 +49,8 @@ def test_released_differs_from_paper_where_method_says_so() -> None:
         ({"algo.points": 0}, r"algo\.points: .*greater than or equal to 1, got 0"),
         ({"algo.top_fraction": 1.5}, r"algo\.top_fraction: .*less than or equal to 1, got 1\.5"),
         ({"update.lr": "fast"}, r"update\.lr: .*number"),
-        ({"algo.filter": "some"}, r"algo\.filter: .*'none', 'easy' or 'all'"),
+        ({"algo.drop": "some"}, r"algo\.drop: .*'samples', 'prompts' or 'none'"),
+        ({"algo.prompts": 300}, r"prompts = 300 is above max_prompts = 256"),
         ({"algo.points.x": 1}, r"algo\.points"),
     ],
 )
@@ -70,9 +71,16 @@ def test_training_refuses_a_truncated_distribution_and_says_why(key: str, value:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"algo.rule": "fcy"}, r"algo\.rule: unknown name 'fcy'; known: fci"),
+        ({"algo.rule": "fcy"}, r"algo\.rule: unknown name 'fcy'; did you mean 'fci'\?; known: fci"),
         ({"algo.rule_options": {"gap": 1}}, r"algo\.rule: 'fci' has no option 'gap'"),
         ({"algo.estimator": "no_such_module:f"}, r"algo\.estimator: cannot import"),
+        ({"algo.filter": "some"}, r"algo\.filter: unknown name 'some'"),
+        ({"algo.schedule": "on_polcy"}, r"algo\.schedule: unknown name 'on_polcy'; did you mean 'on_policy'"),
+        ({"algo.rule": "surprisal", "algo.top_fraction": 0.5}, r"algo\.top_fraction = 0\.5 is set, but nothing takes it"),
+        ({"algo.rule": "none", "algo.width": 3}, r"algo\.width = 3 is set, but nothing takes it"),
+        ({"algo.rule": "none", "algo.filter": "all", "algo.delta": 2}, r"algo\.delta = 2 is set"),
+        ({"algo.adaptive_batch": False, "algo.history": 0.5}, r"algo\.history = 0\.5 is set"),
+        ({"algo.rule": "every_step"}, r"algo\.adaptive_batch needs a rule that says how many points"),
     ],
 )
 def test_a_wrong_part_is_named_with_its_key(overrides: dict, message: str) -> None:
@@ -113,10 +121,10 @@ def test_task_settings_are_those_of_the_generator() -> None:
 
 
 def test_none_is_nothing_where_a_key_may_be_empty_and_a_name_elsewhere() -> None:
-    nothing = dict.fromkeys(["update.minibatch_prompts", "algo.rule", "algo.filter"], "none")
+    nothing = dict.fromkeys(["update.minibatch_prompts", "algo.rule", "algo.credit"], "none")
     config = load_config("attnrl_1p5b", nothing)
     assert config.update.minibatch_prompts is None
-    assert (config.algo.rule, config.algo.filter) == ("none", "none")
+    assert (config.algo.rule, config.algo.credit) == ("none", "none")
 
 
 def test_one_name_is_a_list_of_one() -> None:

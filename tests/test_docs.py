@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnrl.cli.assemble import check_parts
+from attnrl.launch.parts import check_parts
 from attnrl.config import load_config
 from attnrl.errors import ConfigError
 from attnrl.types import Forest, Prompt, Rollout, Scores, Step, Tree, Trunk, Verdict, as_floats, as_ids

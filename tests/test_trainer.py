@@ -10,26 +10,24 @@ import pyarrow.parquet as pq
 import pytest
 
 from attnrl.checkpoint import load_state, save_state
-from attnrl.cli.assemble import build_parts
 from attnrl.config import load_config, presets
 from attnrl.errors import ConfigError
 from attnrl.iteration import SCHEDULES, first_state, one_step_off_policy
 from attnrl.run import open_run, read_metrics
 from attnrl.trainer import train
-from fakes import FakeBackend, FakeStream, decode, grade, texts
+from fakes import FakeBackend, fake_parts
 
 
 def run_fake(path: Path, preset: str, iterations: int, *, resume: bool = False, **overrides: object) -> FakeBackend:
     config = load_config(preset, {"algo.prompts": 6, "sampling.max_response_tokens": 80, **overrides})
     backend = FakeBackend()
-    parts = build_parts(config, backend=backend, stream=FakeStream(), texts=texts, grade=grade)
+    parts = fake_parts(config, backend)
     train(
         parts,
         SCHEDULES[config.algo.schedule],
         open_run(path, config.model_dump(mode="json"), resume=resume),
         iterations=iterations,
         seed=3,
-        decode=decode,
         checkpoint_every=4,
         generated_tokens=config.run.generated_tokens,
     )
@@ -69,7 +67,7 @@ def test_a_resumed_run_leaves_the_record_of_an_uninterrupted_one(preset: str, st
 
 def test_trap_the_checkpoint_holds_the_waiting_trunks_exactly(tmp_path: Path) -> None:
     config = load_config("attnrl_1p5b", {"algo.prompts": 4, "sampling.max_response_tokens": 80})
-    parts = build_parts(config, backend=FakeBackend(), stream=FakeStream(), texts=texts, grade=grade)
+    parts = fake_parts(config)
     state = one_step_off_policy(first_state(parts, 0), parts).state
     save_state(tmp_path, state)
     loaded = load_state(tmp_path)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnrl.algo import advantages, branching
 from attnrl.algo.adaptive import (
     all_trees,
-    attention_filter,
+    attention,
     choose_trunks,
     difficulty_trees,
-    in_scope,
+    every_prompt,
+    full_batch,
+    has_spread,
     mean_fci,
+    most_points,
     next_batch_size,
+    not_all_right,
 )
 from attnrl.types import Group
 
@@ -43,57 +49,84 @@ class TestMeanFci:
         assert mean_fci(group) == pytest.approx((0 + 6) / 2)
 
 
+def kept_of(groups, kept):
+    return [g.prompt.uid for g, keep in zip(groups, kept.mask, strict=True) if keep]
+
+
 class TestFilter:
     def test_eq8_by_hand(self, build):
         easy = [group_with(build, [v], uid=str(v)) for v in (1, 2, 6)]
-        kept, total, count = attention_filter(easy)
-        assert [g.prompt.uid for g in kept] == ["6"]  # the mean is 3
-        assert (total, count) == (9.0, 3)
+        kept = attention(easy, {})
+        assert kept_of(easy, kept) == ["6"]  # the mean is 3
+        assert kept.memory == {"fci_sum": 9.0, "fci_count": 3}
+        assert kept.reasons[2] == ""
+        assert kept.reasons[0] == "filter: mean FCI 1.0000 under the running mean 3.0000"
 
     def test_the_running_mean_goes_over_all_iterations(self, build):
         # 9 over 3 prompts so far; this batch adds 1 and 2: mean 12 / 5 = 2.4
         batch = [group_with(build, [v], uid=str(v)) for v in (1, 2)]
-        kept, total, count = attention_filter(batch, fci_sum=9.0, fci_count=3)
-        assert not kept
-        assert (total, count) == (12.0, 5)
+        kept = attention(batch, {"fci_sum": 9.0, "fci_count": 3})
+        assert not any(kept.mask)
+        assert kept.memory == {"fci_sum": 12.0, "fci_count": 5}
 
     def test_at_the_mean_a_prompt_is_kept(self, build):
         same = [group_with(build, [0.1, 0.3], uid=str(i)) for i in range(7)]
-        assert len(attention_filter(same)[0]) == 7
+        assert all(attention(same, {}).mask)
 
     def test_scope_easy_leaves_other_prompts_alone(self, build):
         easy, hard = group_with(build, [1], uid="easy"), group_with(build, [0], reward=0.0, uid="hard")
-        high = group_with(build, [9], uid="high")
-        kept, total, count = attention_filter([easy, hard, high], scope="easy")
-        assert [g.prompt.uid for g in kept] == ["hard", "high"]  # in order
-        assert (total, count) == (10.0, 2)
+        groups = [easy, hard, group_with(build, [9], uid="high")]
+        kept = attention(groups, {}, scope="easy")
+        assert kept_of(groups, kept) == ["hard", "high"]  # in order
+        assert kept.memory == {"fci_sum": 10.0, "fci_count": 2}
 
     def test_scope_all_is_the_equation_as_printed(self, build):
         groups = [group_with(build, [v], reward=r, uid=str(v)) for v, r in ((1, 1.0), (2, 0.0), (6, 0.0))]
-        kept, total, count = attention_filter(groups, scope="all")
-        assert [g.prompt.uid for g in kept] == ["6"]
-        assert (total, count) == (9.0, 3)
+        kept = attention(groups, {}, scope="all")
+        assert kept_of(groups, kept) == ["6"]
+        assert kept.memory == {"fci_sum": 9.0, "fci_count": 3}
 
-    def test_scope_none_keeps_everything_and_counts_nothing(self, build):
+    def test_mode_reaches_the_mean(self, build):
+        """With excluded steps as zeros the means are (0 + 6) / 2 and (0 + 1 + 1 + 1) / 4: sum 3.75."""
+        groups = [group_with(build, [6], uid="a"), group_with(build, [1, 1, 1], uid="b")]
+        assert attention(groups, {}, mode="released").memory["fci_sum"] == pytest.approx(3.75)
+        assert attention(groups, {}).memory["fci_sum"] == pytest.approx(7.0)
+
+    def test_no_filter_keeps_everything_and_remembers_nothing_new(self, build):
         groups = [group_with(build, [v]) for v in (1, 2)]
-        assert attention_filter(groups, scope="none", fci_sum=5.0, fci_count=1) == (groups, 5.0, 1)
+        kept = every_prompt(groups, {"x": 1})
+        assert (kept.mask, kept.memory, kept.reasons) == ((True, True), {"x": 1}, ("", ""))
 
     def test_one_wrong_trunk_is_not_easy(self, build):
-        assert in_scope(build.group(1, 1, 1, 1, 1, 1), "easy")
-        assert not in_scope(build.group(1, 1, 1, 1, 1, 0), "easy")
+        low = [build.group(1, 1, 1, uid="easy"), build.group(1, 1, 0, uid="not")]
+        kept = attention(low, {"fci_sum": 100.0, "fci_count": 1})
+        assert kept.mask == (False, True)
+        assert kept.memory["fci_count"] == 2
+
+    def test_a_wrong_scope_is_refused(self, build):
+        with pytest.raises(ValueError, match="'easy' or 'all'"):
+            attention([], {}, scope="some")
+
+    def test_not_all_right_and_has_spread(self, build):
+        groups = [build.group(1, 1), build.group(1, 0), build.group(0, 0)]
+        assert not_all_right(groups, {}).mask == (False, True, True)
+        assert has_spread(groups, {}).mask == (False, True, False)
+        assert [bool(r) for r in has_spread(groups, {}).reasons] == [True, False, True]
+
+    def test_spread_is_of_rewards_not_of_right_answers(self, build):
+        assert has_spread([build.group(0.2, 0.4), build.group(0.9, 0.9)], {}).mask == (True, False)
 
     @given(batches=st.lists(st.lists(st.integers(0, 20), max_size=5), max_size=5))
     def test_batch_by_batch_equals_one_naive_pass(self, build, batches):
         """After each batch the threshold is the plain mean over every prompt seen."""
-        total, count, seen = 0.0, 0, []
+        memory, seen = {}, []
         for batch in batches:
             seen += batch
-            kept, total, count = attention_filter(
-                [group_with(build, [v], uid=str(v)) for v in batch], fci_sum=total, fci_count=count
-            )
-            expected = [str(v) for v in batch if v * len(seen) >= sum(seen)]
-            assert [g.prompt.uid for g in kept] == expected
-        assert count == len(seen)
+            groups = [group_with(build, [v], uid=str(v)) for v in batch]
+            kept = attention(groups, memory)
+            memory = kept.memory
+            assert kept_of(groups, kept) == [str(v) for v in batch if v * len(seen) >= sum(seen)]
+        assert memory.get("fci_count", 0) == len(seen)
 
 
 class TestTreeNumber:
@@ -152,7 +185,8 @@ class TestBatchSize:
         assert next_batch_size(64.5, target=1920, valid=0) == 64.5
 
     def test_bounds(self):
-        assert next_batch_size(64.0, target=1920, valid=1, max_prompts=256) == 256
+        assert next_batch_size(200.0, target=1920, valid=1, max_prompts=256) == 256
+        assert next_batch_size(64.0, target=1920, valid=1) == 128.0  # it at most doubles
         assert next_batch_size(1.0, target=1, valid=1000) == 1.0
 
     def test_a_small_shortfall_still_moves_it(self):
@@ -163,6 +197,19 @@ class TestBatchSize:
             rounded = round(next_batch_size(rounded, target=1.0, valid=0.95))
         assert rounded == 64
         assert size == pytest.approx(64 * (0.9 + 0.1 / 0.95) ** 20)
+
+    def test_the_target_is_what_the_parts_make(self):
+        rule, tree = partial(branching.fci, points=2), partial(advantages.tree)
+        sizes = {"prompts": 64, "group": 6, "width": 2}
+        assert full_batch(rule, tree, **sizes) == 64 * 30
+        assert full_batch(partial(branching.no_branches), partial(advantages.grpo), **sizes | {"group": 30}) == 64 * 30
+        assert full_batch(partial(branching.no_branches), tree, **sizes) == 64 * 6
+        vine = partial(branching.every_step, max_points=16)
+        assert full_batch(vine, partial(advantages.chain), **sizes) == 64 * 6  # rollouts are not trained on
+        assert full_batch(vine, tree, **sizes) == 64 * 6 * 33
+        assert full_batch(rule, partial(advantages.treerl, train_leaves=16), **sizes) == 64 * 16
+        assert full_batch(partial(branching.every_step, max_points=None), tree, **sizes) is None
+        assert most_points(branching.every_step) is None
 
     @given(share=st.floats(0.2, 1.0), start=st.floats(1.0, 500.0))
     def test_it_settles_where_the_valid_samples_meet_the_target(self, share, start):

@@ -39,22 +39,28 @@ def planned(group):
 
 class TestPlan:
     def test_every_trunk(self, group):
-        assert plan(group, rule=middle, budget=all_trees, rng=rng()).points == ((3,), (1,), (4,))
+        assert plan(group, rule=middle, budget=all_trees, trunks=3, rng=rng()).points == ((3,), (1,), (4,))
 
     def test_budget_sees_accuracy_and_group_size(self, group):
         seen = []
-        plan(group, rule=middle, budget=lambda z, g: seen.append((z, g)) or 0, rng=rng())
+        plan(group, rule=middle, budget=lambda z, g: seen.append((z, g)) or 0, trunks=3, rng=rng())
         assert seen == [(pytest.approx(1 / 3), 3)]
 
     def test_difficulty_budget_branches_the_minority_first(self, group):
         # accuracy 1/3 of 3 trunks: round(exp(-1/3) * 3) = round(2.15) = 2, the right trunk and one of the others
         for seed in range(10):
-            points = plan(group, rule=middle, budget=difficulty_trees, rng=rng(seed)).points
+            points = plan(group, rule=middle, budget=difficulty_trees, trunks=3, rng=rng(seed)).points
             assert points[0] == (3,)
             assert sum(p != () for p in points) == 2
 
+    def test_the_budget_counts_trunks_that_were_drawn_not_those_left(self, group):
+        # six drawn, three lost to errors: round(exp(-1/3) * 6) = round(4.3) = 4 trees, so all three are taken
+        planned = plan(group, rule=middle, budget=difficulty_trees, trunks=6, rng=rng())
+        assert planned.chosen == {0, 1, 2}
+        assert all(planned.points)
+
     def test_same_seed_same_plan(self, group):
-        points = [plan(group, rule=middle, budget=lambda z, g: 2, rng=rng(7)).points for _ in range(2)]
+        points = [plan(group, rule=middle, budget=lambda z, g: 2, trunks=3, rng=rng(7)).points for _ in range(2)]
         assert points[0] == points[1]
 
     @pytest.mark.parametrize("bad", [0, 3, -1])
@@ -63,15 +69,16 @@ class TestPlan:
             return (bad,)
 
         with pytest.raises(AttnRLError, match="my_rule"):
-            plan(Group(group.prompt, group.trunks[1:2]), rule=my_rule, budget=all_trees, rng=rng())
+            plan(Group(group.prompt, group.trunks[1:2]), rule=my_rule, budget=all_trees, trunks=3, rng=rng())
 
 
 class TestRequests:
     def test_trunks(self, build):
-        requests = trunk_requests(build.prompt().ids, group=6, max_tokens=LIMIT, rng=rng())
+        requests = trunk_requests(build.prompt(), group=6, max_tokens=LIMIT, rng=rng())
         assert [r.context.tolist() for r in requests] == [[900, 901]] * 6
         assert [r.max_tokens for r in requests] == [LIMIT] * 6
         assert len({r.seed for r in requests}) == 6
+        assert [r.tree for r in requests] == [f"q/{n}" for n in range(6)]
 
     def test_branches_by_hand(self, planned):
         requests = branch_requests(planned, width=2, max_tokens=10, rng=rng())
@@ -79,6 +86,7 @@ class TestRequests:
         assert [r.context.tolist() for r in requests] == [first, first, second, second, third, third]
         assert [r.max_tokens for r in requests] == [8, 8, 6, 6, 5, 5]  # what the prefix left of ten
         assert len({r.seed for r in requests}) == 6
+        assert [r.tree for r in requests] == ["q/0", "q/0", "q/0", "q/0", "q/2", "q/2"]  # their trunk's
 
     def test_a_prefix_that_fills_the_limit_is_refused(self, planned):
         """Trunks from before a change of the limit: no request for zero tokens."""

@@ -17,13 +17,20 @@ from attnrl.algo.statistics import (
 from attnrl.types import Group, Sample, as_floats, as_ids
 
 
-def test_solve_ratios_leave_prompts_without_responses_out():
-    assert solve_ratios("x", [[1, 1], [], [1, 0], [0]]) == {
+def test_solve_ratios_leave_prompts_without_responses_out(build):
+    rows = [build.group(*rewards).trunks if rewards else () for rewards in ((1, 1), (), (1, 0), (0,))]
+    assert solve_ratios("x", rows) == {
         "x/solve_all": pytest.approx(1 / 3),
         "x/solve_none": pytest.approx(1 / 3),
         "x/valid": pytest.approx(1 / 3),
     }
     assert solve_ratios("x", []) == {}
+
+
+def test_right_decides_who_is_solved_and_spread_who_is_valid(build):
+    """Rewards of 0.9 and 0.7 are both right, and there is something to learn; three times 0.2 teaches nothing."""
+    rows = [build.group(0.9, 0.7).trunks, build.group(0.2, 0.2, 0.2).trunks]
+    assert solve_ratios("x", rows) == {"x/solve_all": 0.5, "x/solve_none": 0.5, "x/valid": 0.5}
 
 
 def test_groups(build):

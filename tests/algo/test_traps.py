@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from attnrl.algo.adaptive import all_trees, attention_filter, mean_fci
+from attnrl.algo.adaptive import all_trees, attention, mean_fci
 from attnrl.algo.advantages import ESTIMATORS, tree
 from attnrl.algo.branching import RULES
 from attnrl.algo.forest import Plan, branch_requests, plan, plant, whole_responses
@@ -71,7 +71,7 @@ class TestOneStepResponses:
         """A group of one-step trunks: no branches, no mean FCI, and samples all the same."""
         group = Group(build.prompt(), tuple(build.trunk(n, r, fci=[2.0]) for n, r in [(4, 1.0), (1, 0.0)]))
         with within(5):
-            planned = plan(group, rule=RULES["fci"], budget=all_trees, rng=np.random.default_rng(0))
+            planned = plan(group, rule=RULES["fci"], budget=all_trees, trunks=len(group.trunks), rng=np.random.default_rng(0))
             assert branch_requests(planned, width=2, max_tokens=8, rng=np.random.default_rng(0)) == []
             samples = ESTIMATORS[name](plant(planned, [], [], width=2), np.random.default_rng(0))
         assert mean_fci(group) == 0.0
@@ -111,7 +111,8 @@ class TestIdentity:
             Group(p, tuple(build.trunk(4, 1.0, starts=(2,), fci=[0, y]) for _ in range(2)))
             for p, y in ((low, 1.0), (high, 3.0))
         ]
-        assert [g.prompt.uid for g in attention_filter(groups)[0]] == [high.uid]
+        kept = attention(groups, {}).mask
+        assert [g.prompt.uid for g, keep in zip(groups, kept, strict=True) if keep] == [high.uid]
 
 
 class TestRowsAfterRepetition:
