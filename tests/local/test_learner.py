@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from attnrl.config import UpdateConfig
+from attnrl.config import ModelConfig, UpdateConfig
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.local import learner as learner_module
 from attnrl.local.learner import Learner
-from attnrl.local.models import LoraOptions, add_lora, prepare_model
+from attnrl.local.models import add_lora, prepare_model
 from attnrl.types import Sample, as_floats, as_ids
 
 VOCABULARY = 37
@@ -272,7 +272,7 @@ def test_bfloat16_keeps_float32_masters_and_tensors_in_place() -> None:
 def test_lora_trains_adapters_against_the_base() -> None:
     base = tiny()
     before = {k: v.clone() for k, v in base.state_dict().items()}
-    model = add_lora(base, LoraOptions(rank=4, alpha=8, targets=("q_proj", "v_proj")))
+    model = add_lora(base, ModelConfig(lora_rank=4, lora_alpha=8, lora_targets=("q_proj", "v_proj")), seed=0)
     learner = Learner(model, options=section(lr=1e-2, kl_weight=0.1))
     samples = batch()
     assert learner.update(samples, version=0)["policy/kl"] == pytest.approx(0.0, abs=1e-7)
@@ -286,7 +286,7 @@ def test_lora_trains_adapters_against_the_base() -> None:
 def test_lora_adapters_follow_the_seed() -> None:
     def adapters(seed: int) -> list[torch.Tensor]:
         torch.manual_seed(int(torch.randint(1000, ()).item()))  # what the global generator does is no matter
-        model = add_lora(tiny(), LoraOptions(rank=4, targets=("q_proj",), seed=seed))
+        model = add_lora(tiny(), ModelConfig(lora_rank=4, lora_targets=("q_proj",)), seed=seed)
         return [p.detach().clone() for name, p in model.named_parameters() if "lora_A" in name]
 
     first, again, other = adapters(1), adapters(1), adapters(2)
