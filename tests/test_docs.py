@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnrl.launch.parts import check_parts
 from attnrl.config import load_config
 from attnrl.errors import ConfigError
-from attnrl.types import Forest, Prompt, Rollout, Scores, Step, Tree, Trunk, Verdict, as_floats, as_ids
+from attnrl.launch.parts import check_parts
+from attnrl.types import Forest, Prompt, Rollout, Sample, Scores, Step, Tree, Trunk, Verdict, as_floats, as_ids
 
 ROOT = Path(__file__).parent.parent
 METHOD = (ROOT / "docs/method.md").read_text(encoding="utf-8")
@@ -96,3 +96,22 @@ def test_own_parts_are_about_ten_lines(own_files):
 def test_a_wrong_option_of_an_own_part_is_refused_by_name(own_files):
     with pytest.raises(ConfigError, match=r"algo.budget: .*no option 'most'; it has: least"):
         check_parts(load_config(str(own_files / "mine.toml"), {"algo.budget_options": {"most": 3}}))
+
+
+def test_own_credit_and_loss_run_by_their_names(own_files):
+    import torch
+
+    from attnrl.algo.credit import CREDITS
+    from attnrl.algo.parts import bind, read_by
+    from attnrl.config import UpdateConfig
+    from attnrl.policy.objective import objective
+
+    credit = bind(CREDITS, "my_credit:by_entropy", {"floor": 0.2}, {})
+    zeros = as_floats([0, 0])
+    sample = Sample(as_ids([1]), as_ids([1, 2]), zeros, zeros, "q")
+    assert credit([sample], [Scores(zeros, as_floats([0.1, 0.7]), zeros)])[0] == pytest.approx([0.2, 0.7])
+    assert read_by(credit) == {"entropy"}
+    loss = objective(UpdateConfig(loss="my_losses:soft", loss_options={"strength": 3.0}, clip_high=0.5)).loss
+    found = loss(torch.log(torch.tensor([2.0, 1.2])), torch.zeros(2), torch.tensor([1.0, -1.0]), torch.tensor([2]))
+    assert found.loss_N.tolist() == pytest.approx([-2.0 + 3.0, 1.2 + 3 * 0.04])
+    assert found.marks["clip_high"].tolist() == [True, False]

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from attnrl.config import UpdateConfig
+from attnrl.config import ModelConfig, UpdateConfig
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.local import learner as learner_module
 from attnrl.local.learner import Learner
-from attnrl.local.models import LoraOptions, add_lora, prepare_model
+from attnrl.local.models import add_lora, prepare_model
 from attnrl.types import Sample, as_floats, as_ids
 
 VOCABULARY = 37
@@ -34,6 +34,9 @@ KINDS: dict[str, Any] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
 }
+
+
+TWO: dict[str, Any] = {"minibatch_prompts": 2}  # two updates of batches of four prompts
 
 
 def section(**keys: Any) -> UpdateConfig:
@@ -272,7 +275,7 @@ def test_bfloat16_keeps_float32_masters_and_tensors_in_place() -> None:
 def test_lora_trains_adapters_against_the_base() -> None:
     base = tiny()
     before = {k: v.clone() for k, v in base.state_dict().items()}
-    model = add_lora(base, LoraOptions(rank=4, alpha=8, targets=("q_proj", "v_proj")))
+    model = add_lora(base, ModelConfig(lora_rank=4, lora_alpha=8, lora_targets=("q_proj", "v_proj")), seed=0)
     learner = Learner(model, options=section(lr=1e-2, kl_weight=0.1))
     samples = batch()
     assert learner.update(samples, version=0)["policy/kl"] == pytest.approx(0.0, abs=1e-7)
@@ -286,7 +289,7 @@ def test_lora_trains_adapters_against_the_base() -> None:
 def test_lora_adapters_follow_the_seed() -> None:
     def adapters(seed: int) -> list[torch.Tensor]:
         torch.manual_seed(int(torch.randint(1000, ()).item()))  # what the global generator does is no matter
-        model = add_lora(tiny(), LoraOptions(rank=4, targets=("q_proj",), seed=seed))
+        model = add_lora(tiny(), ModelConfig(lora_rank=4, lora_targets=("q_proj",)), seed=seed)
         return [p.detach().clone() for name, p in model.named_parameters() if "lora_A" in name]
 
     first, again, other = adapters(1), adapters(1), adapters(2)
@@ -361,3 +364,183 @@ def test_updates_on_several_threads_are_repeatable() -> None:
 def test_a_kl_weight_needs_a_reference() -> None:
     with pytest.raises(ConfigError, match="kl_weight"):
         Learner(tiny(), options=section(kl_weight=0.1))
+
+
+def token_terms(model: Any, samples: list[Sample]) -> list[tuple[float, float, float]]:
+    """(log-ratio to the sampler, advantage, entropy) of every loss token, from the model's own forward."""
+    terms = []
+    for s in samples:
+        ids = torch.tensor(np.concatenate([s.prompt, s.response])[None].astype(np.int64))
+        with torch.no_grad():
+            logits = torch.log_softmax(model(ids).logits[0].float(), -1)
+        for t in range(len(s.response)):
+            if s.mask is None or s.mask[t]:
+                row = logits[len(s.prompt) + t - 1]
+                entropy = -(row.exp() * row).sum().item()
+                terms.append((row[int(s.response[t])].item() - float(s.logprobs[t]), float(s.advantages[t]), entropy))
+    return terms
+
+
+def test_metrics_equal_a_loop_over_tokens() -> None:
+    """One update over everything; the second half of the batch has advantage 0, which carries loss and counts."""
+    samples = batch()
+    for s in samples[5:]:
+        s.advantages[:] = 0.0
+    terms = token_terms(tiny(), samples)
+    n = len(terms)
+    ratios = [np.exp(log) for log, _, _ in terms]
+    high = sum(a > 0 and r > 1.28 for r, (_, a, _) in zip(ratios, terms, strict=True))
+    low = sum(a < 0 and r < 0.8 for r, (_, a, _) in zip(ratios, terms, strict=True))
+    dual = sum(a < 0 and r > 3.0 for r, (_, a, _) in zip(ratios, terms, strict=True))
+    assert min(high, low, dual) > 0
+    learner = Learner(tiny(), options=section(dual_clip=3.0, microbatch_tokens=50))
+    metrics = learner.update(samples, version=0)
+    expected = {
+        "policy/clip_high": high / n,
+        "policy/clip_low": low / n,
+        "policy/clip_fraction": (high + low) / n,
+        "policy/dual_clip": dual / n,
+        "policy/ratio_max": max(ratios),
+        "policy/entropy": float(np.mean([e for _, _, e in terms])),
+        "policy/behaviour_kl": float(np.mean([np.expm1(log) - log for log, _, _ in terms])),
+        "policy/importance_weight": 1.0,
+        "policy/kl": 0.0,
+        "train/tokens": n,
+        "train/samples": 9,
+        "train/path_tokens": sum(
+            len(s.prompt) + (len(s.response) if s.mask is None else int(np.flatnonzero(s.mask)[-1]) + 1) - 1
+            for s in samples
+        ),
+    }
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4), name
+    assert metrics["policy/loss"] == metrics["policy/surrogate"]
+
+
+def test_metrics_of_several_updates_are_means_over_tokens_and_updates() -> None:
+    """At a rate of nearly 0 two minibatches see the same policy, so their metrics must add up to those of one."""
+    samples = batch(8, prompts=4)
+    whole = Learner(tiny(), options=section(lr=1e-12, entropy_weight=0.1)).update(samples, version=0)
+    parts = Learner(tiny(), options=section(lr=1e-12, entropy_weight=0.1, **TWO)).update(samples, version=0)
+    for name in ("loss", "surrogate", "entropy", "behaviour_kl", "clip_fraction", "ratio_max"):
+        assert parts[f"policy/{name}"] == pytest.approx(whole[f"policy/{name}"], rel=1e-4), name
+    assert (whole["policy/updates"], parts["policy/updates"]) == (1, 2)
+    assert parts["train/tokens"] == whole["train/tokens"]
+    assert parts["policy/grad_norm"] > whole["policy/grad_norm"]  # a mean, not the last or the sum of squares
+
+
+def test_the_entropy_bonus_raises_entropy() -> None:
+    samples = [dataclasses.replace(s, advantages=np.zeros_like(s.advantages)) for s in batch()]
+    learner = Learner(tiny(), options=section(lr=3e-3, entropy_weight=1.0))
+    entropies = [learner.update(samples, version=v)["policy/entropy"] for v in range(6)]
+    assert entropies == sorted(entropies)
+    assert entropies[-1] > entropies[0] + 0.05
+
+
+def test_advantages_of_zero_teach_nothing_without_kl_and_bonus() -> None:
+    model = tiny()
+    before = [p.detach().clone() for p in model.parameters()]
+    samples = [dataclasses.replace(s, advantages=np.zeros_like(s.advantages)) for s in batch()]
+    metrics = Learner(model, options=section(lr=1e-2, weight_decay=0.0)).update(samples, version=0)
+    assert metrics["policy/grad_norm"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_microbatches_stay_within_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 tokens a forward, also where prefixes are shared; every sample is in one of them."""
+    seen: list[Any] = []
+    honest = learner_module.packed_hidden
+    monkeypatch.setattr(learner_module, "packed_hidden", lambda model, pack: seen.append(pack) or honest(model, pack))
+    for share in (True, False):
+        seen.clear()
+        Learner(tiny(), options=section(microbatch_tokens=40, share_prefixes=share)).update(batch(12), version=0)
+        assert len(seen) > 2
+        assert max(p.tokens for p in seen) <= 40
+        assert sorted(row for p in seen for row in p.rows) == list(range(12))
+
+
+def test_order_follows_seed_and_version_alone() -> None:
+    def after(seed: int, version: int, used: int = 0) -> torch.Tensor:
+        model = tiny()
+        learner = Learner(model, options=section(lr=1e-3, **TWO), seed=seed)
+        torch.manual_seed(used)
+        learner.update(batch(12, prompts=6), version=version)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    first = after(0, 0)
+    assert torch.equal(first, after(0, 0, used=7))
+    assert not torch.equal(first, after(1, 0))
+    assert not torch.equal(first, after(0, 1))
+
+
+def test_progress_counts_minibatches() -> None:
+    seen: list[tuple[int, int]] = []
+    learner = Learner(tiny(), options=section(**TWO))
+    learner.update(batch(8, prompts=4), version=0, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 2), (2, 2)]
+
+
+def test_checkpointing_leaves_the_model_in_eval_mode() -> None:
+    model = tiny()
+    Learner(model, options=section(gradient_checkpointing=True, lr=1e-3)).update(batch(), version=0)
+    assert not any(m.training for m in model.modules())
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_resumed_learner_goes_on_exactly(schedule: str) -> None:
+    """Weights, rate, counters and metrics of updates 3 to 6 are those of a learner that never stopped."""
+    options = section(lr=3e-3, lr_schedule=schedule, lr_warmup_updates=2, lr_decay_updates=7)
+    whole, first, second = tiny(), tiny(), tiny(seed=5)
+    straight = Learner(whole, options=options)
+    history = [straight.update(batch(seed=v), version=v) for v in range(6)]
+    before = Learner(first, options=options)
+    for v in range(3):
+        before.update(batch(seed=v), version=v)
+    second.load_state_dict(first.state_dict())
+    resumed = Learner(second, options=options)
+    resumed.load_state_dict(copy.deepcopy(before.state_dict()))
+    assert [resumed.update(batch(seed=v), version=v) for v in range(3, 6)] == history[3:]
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+    assert resumed.updates == straight.updates == 6
+    left = {"linear": 1 / 5, "cosine": 0.5 * (1 - np.cos(np.pi / 5))}[schedule]  # of the five updates after the rise
+    assert history[-1]["policy/lr"] == pytest.approx(3e-3 * left)
+
+
+def test_a_resumed_learner_keeps_its_count_of_bad_updates() -> None:
+    bad = batch(3)
+    bad[0].advantages[0] = np.nan
+    first = Learner(tiny(), options=section(max_bad_updates=2))
+    first.update(bad, version=0)
+    resumed = Learner(tiny(), options=section(max_bad_updates=2))
+    resumed.load_state_dict(first.state_dict())
+    with pytest.raises(TrainingError, match="2 updates in a row"):
+        resumed.update(bad, version=1)
+
+
+def test_masked_importance_weights_reach_the_update() -> None:
+    """Behaviour far off the policy: nearly every weight lies outside of the bounds, and the truncated ones do not."""
+    samples = batch(6, prompts=2)
+    masked = Learner(tiny(), options=section(importance_mask=(0.5, 2.0), lr=1e-9)).update(samples, version=0)
+    terms = token_terms(tiny(), samples)
+    weights = [np.exp(log) for log, _, _ in terms]
+    kept = [w if 0.5 <= w <= 2.0 else 0.0 for w in weights]
+    assert 0 < sum(w > 0 for w in kept) < len(kept)
+    assert masked["policy/importance_weight"] == pytest.approx(np.mean(kept), rel=1e-4)
+    loss = -np.mean([w * a for w, (_, a, _) in zip(kept, terms, strict=True)])
+    assert masked["policy/loss"] == pytest.approx(loss, abs=1e-5)
+
+
+def test_gspo_divides_by_samples() -> None:
+    """Policy and sampler agree, so every ratio is 1 and the loss is minus the mean of the samples' mean advantages."""
+    model = tiny()
+    samples = [s for s in batch() if s.mask is None]
+    exact = []
+    for s in samples:
+        logs = [log for log, _, _ in token_terms(model, [dataclasses.replace(s, logprobs=np.zeros_like(s.logprobs))])]
+        exact.append(dataclasses.replace(s, logprobs=as_floats(logs)))
+    options = section(loss="gspo", loss_options={"low": 0.1, "high": 0.1}, microbatch_tokens=40)
+    metrics = Learner(model, options=options).update(exact, version=0)
+    assert metrics["policy/loss"] == pytest.approx(-np.mean([s.advantages.mean() for s in exact]), abs=1e-4)
+    assert metrics["policy/surrogate"] == pytest.approx(
+        -np.mean(np.concatenate([s.advantages for s in exact])), abs=1e-4
+    )
