@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from attnrl.data.tasks import TaskSpec, make_tasks
+from attnrl.config import TaskConfig
+from attnrl.data.tasks import make_tasks
 from attnrl.evaluation import Report, evaluate
 from attnrl.types import Ids, Prompt, Request, Rollout, Sampling, as_floats, as_ids, content_hash
 from attnrl.verify import Verifier
 
-SPEC = TaskSpec(operations=(2, 4))
+SPEC = TaskConfig(operations=(2, 4))
 
 
 def encode(text: str) -> Ids:

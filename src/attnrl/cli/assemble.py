@@ -134,11 +134,9 @@ def train_records(config: Config) -> list[Record]:
 
 def task_records(config: Config, split: Split, count: int) -> list[Record]:
     """Made-up tasks of a split as records."""
-    from attnrl.data.tasks import TaskSpec, as_records
+    from attnrl.data.tasks import as_records
 
-    fields = config.data.tasks.model_dump()
-    seed = fields.pop("seed")
-    return as_records(TaskSpec(**fields), split, count, seed=seed)
+    return as_records(config.data.tasks, split, count)
 
 
 def evaluation_records(config: Config) -> dict[str, list[Record]]:

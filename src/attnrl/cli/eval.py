@@ -125,6 +125,7 @@ def known_settings(model: str) -> tuple[str, EvalFlags] | None:
         return str(file), flags_of(Config.model_validate_json(file.read_text("utf-8")))
     if (file := path / "warmup.json").is_file():
         made = json.loads(file.read_text("utf-8"))
+        made["task"].pop("seed", None)
         tasks, temperature = TaskFlags(**made["task"]), made["options"]["temperature"]
         return str(file), EvalFlags(
             benchmarks="tasks", tasks=tasks, temperature=temperature, top_p=1.0, max_tokens=1024
