@@ -364,8 +364,10 @@ class EvaluationConfig(Section):
     """Nucleus."""
     max_response_tokens: int = Field(32_768, ge=1)
     """Response limit, tokens."""
-    ks: tuple[int, ...] = (1,)
-    """The k of pass@k; at most `samples`."""
+    max_prompt_tokens: int = Field(4096, ge=1)
+    """Prompt limit, tokens; a longer prompt is an error: leaving problems out would change the benchmark."""
+    ks: tuple[int, ...] | None = None
+    """The k of pass@k, at most `samples`; None: each benchmark's own (paper: 32 for AIME and AMC, 4 for the rest)."""
 
 
 class RunConfig(Section):

@@ -90,6 +90,18 @@ def build_grade(verifier: Verifier, decode: Callable[[Ids], str]) -> Grade:
     return grade
 
 
+def grade_attempts(verifier: Verifier, grade_truncated: bool, **options: Any) -> Callable[..., list[Verdict]]:
+    """A grader of attempts: those cut off by the length limit are wrong unless they are to be graded."""
+
+    def grade(attempts: Any) -> list[Verdict]:
+        verdicts = verifier.grade([(a.response, a.answers) for a in attempts], **options)
+        cut = Verdict(0.0, "truncated")
+        whole = zip(attempts, verdicts, strict=True)
+        return [v if grade_truncated or a.finish != "length" else cut for a, v in whole]
+
+    return grade
+
+
 def decoder(tokenizer: Any) -> Callable[[Ids], str]:
     """Token ids -> text, special tokens left out."""
 
@@ -104,7 +116,7 @@ def train_records(config: Config) -> list[Record]:
     """The training problems of a config: files, hub names and made-up tasks; with `data.decontaminate`, without the
     benchmarks' own problems, leaked answers and conflicting or repeated rows. Says what was left out.
     """
-    from attnrl.data.audit import clean
+    from attnrl.data.audit import clean, decontaminate
     from attnrl.data.benchmarks import load_benchmark
     from attnrl.data.records import load_records
 
@@ -115,7 +127,7 @@ def train_records(config: Config) -> list[Record]:
         if source == "tasks":
             records += task_records(config, "train", config.data.train_tasks)
             continue
-        found = load_records(source, strict=not config.data.drop_bad_rows)
+        found = load_records(source, strict=not config.data.drop_bad_rows, columns=config.data.columns)
         if not found.records:
             raise DataError(f"{source}: no row can be trained on; {found.report()}")
         if found.skipped:
@@ -123,11 +135,12 @@ def train_records(config: Config) -> list[Record]:
         records += found.records
     if config.data.decontaminate:
         benchmarks = [load_benchmark(name, config.data.directory) for name in config.data.decontaminate]
-        kept = clean(records, [record for rows in benchmarks for record in rows])
-        show(
-            f"left out of {len(records)} problems: {kept.contaminated} of a benchmark, {kept.leaked} that state their "
-            f"answer, {kept.conflicting} with conflicting answers, {kept.repeated} repeated"
-        )
+        without = decontaminate(records, [record for rows in benchmarks for record in rows])
+        show(without.report())
+        records = list(without.records)
+    if config.data.clean:
+        kept = clean(records)
+        show(kept.report())
         records = list(kept.records)
     return records
 
@@ -160,18 +173,20 @@ def build_evaluate(
 ) -> Evaluate:
     """The held-out evaluation of a run: metrics `eval/<benchmark>/...`; the same seeds each time."""
     from attnrl.data.benchmarks import BENCHMARKS
-    from attnrl.data.prompts import render_prompts
+    from attnrl.data.prompts import render_benchmark
     from attnrl.evaluation import evaluate
 
     wanted = config.evaluation
     prompts = {
-        name: render_prompts(
+        name: render_benchmark(
+            name,
             rows,
             backend.tokenizer,
             template=config.data.template,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            unique=False,
-        )[0]
+            max_prompt_tokens=wanted.max_prompt_tokens,
+            system=config.data.system,
+            chat_options=config.data.chat_options,
+        )
         for name, rows in records.items()
     }
     samples = {n: wanted.samples or (BENCHMARKS[n].samples if n in BENCHMARKS else 1) for n in prompts}
@@ -181,12 +196,11 @@ def build_evaluate(
             backend,
             prompts,
             decode=decoder(backend.tokenizer),
-            grade=verifier.grade,
+            grade=grade_attempts(verifier, config.algo.grade_truncated),
             samples=samples,
             sampling=Sampling(wanted.temperature, wanted.top_p),
             max_tokens=wanted.max_response_tokens,
             ks=wanted.ks,
-            grade_truncated=config.algo.grade_truncated,
             progress=True,
         )
         backend.activity()  # what the evaluation cost is not the next iteration's

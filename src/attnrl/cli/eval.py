@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +36,7 @@ from attnrl.cli.flags import read_flags, show, unset
 from attnrl.cli.tasks import TaskFlags
 from attnrl.data.benchmarks import BENCHMARKS, SIX, load_benchmark
 from attnrl.data.prompts import TEMPLATE
-from attnrl.errors import ConfigError, DataError, MissingFileError
+from attnrl.errors import ConfigError, MissingFileError
 
 if TYPE_CHECKING:
     from attnrl.config import Config
@@ -62,8 +61,8 @@ class EvalFlags:
     """Directory with the benchmark files; by default $ATTNRL_DATA, then the hub."""
     samples: Annotated[int | None, unset("INT")] = None
     """Responses per problem; by default each benchmark's own number (4 for files and tasks)."""
-    k: Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT ...")] = (1,)
-    """The k of pass@k; at most the number of samples."""
+    k: Annotated[tuple[int, ...] | None, unset("INT ...")] = None
+    """The k of pass@k; at most the number of samples; by default each benchmark's own."""
     temperature: float = 0.6
     """Softmax temperature; 0 is greedy."""
     top_p: float = 0.95
@@ -157,7 +156,7 @@ def flags_of(config: Config) -> EvalFlags:
 
 def evaluate_model(flags: EvalFlags) -> int:
     """Draw, grade and report. Everything that can be wrong with the flags is found before the model loads."""
-    from attnrl.cli.assemble import decoder, newest_model
+    from attnrl.cli.assemble import decoder, grade_attempts, newest_model
     from attnrl.evaluation import check_samples, evaluate
     from attnrl.types import Sampling
     from attnrl.verify import Verifier
@@ -184,16 +183,19 @@ def evaluate_model(flags: EvalFlags) -> int:
             backend,
             prompts,
             decode=decoder(tokenizer),
-            grade=verifier.grade,
+            grade=grade_attempts(verifier, flags.grade_truncated),
             samples=samples,
             sampling=Sampling(flags.temperature, flags.top_p),
             max_tokens=flags.max_tokens,
             seed=flags.seed,
             ks=flags.k,
             out_dir=flags.output,
-            settings={"model": "demo" if flags.model == "demo" else model, "dtype": flags.dtype},
+            settings={
+                "model": "demo" if flags.model == "demo" else model,
+                "dtype": flags.dtype,
+                "grade_truncated": flags.grade_truncated,
+            },
             chunk=flags.chunk,
-            grade_truncated=flags.grade_truncated,
             progress=True,
         )
     show_report(report, flags.output)
@@ -233,25 +235,15 @@ def load(name: str, flags: EvalFlags) -> list[Record]:
 
 def render(records: Sequence[Record], tokenizer: Any, name: str, flags: EvalFlags) -> list[Prompt]:
     """The prompts of one benchmark, all of them."""
-    from attnrl.data.prompts import render_prompts
+    from attnrl.data.prompts import render_benchmark
 
     template = flags.template or ("{problem}" if name == "tasks" else TEMPLATE)
-    prompts, dropped = render_prompts(
-        records, tokenizer, template=template, max_prompt_tokens=flags.max_prompt_tokens, unique=False
-    )
-    if dropped:
-        raise DataError(f"benchmark {name}: {dropped.report()}; raise --max-prompt-tokens")
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    if unknown is not None and any((prompt.ids == unknown).any() for prompt in prompts):
-        raise ConfigError(
-            f"benchmark {name}: its prompts hold words that this model's tokenizer does not know; for a model of "
-            "made-up tasks give --template '{problem}' and tasks of its own settings"
-        )
-    return prompts
+    return render_benchmark(name, records, tokenizer, template=template, max_prompt_tokens=flags.max_prompt_tokens)
 
 
 def evaluate_stored(flags: EvalFlags) -> int:
     """Grade stored responses and report."""
+    from attnrl.cli.assemble import grade_attempts
     from attnrl.evaluation import Report, grade_stored
     from attnrl.verify import Verifier
 
@@ -261,9 +253,8 @@ def evaluate_stored(flags: EvalFlags) -> int:
     with Verifier() as verifier:
         responses = grade_stored(
             flags.responses,
-            lambda items: verifier.grade(items, progress=True),
+            grade_attempts(verifier, flags.grade_truncated, progress=True),
             lambda name: load_benchmark(name, flags.data_dir),
-            grade_truncated=flags.grade_truncated,
         )
     report = Report(responses, ks=flags.k, settings={"responses": str(flags.responses)}, seed=flags.seed)
     if flags.output is not None:

@@ -172,7 +172,7 @@ def as_records(
             where=f"{source}/{split}:{row}",
             info={"operations": task.operations, "difficulty": task.difficulty, "split": task.split},
         )
-        for row, task in enumerate(make_tasks(spec, split, count, seed))
+        for row, task in enumerate(make_tasks(spec, split, count, seed), start=1)
     ]
 
 
