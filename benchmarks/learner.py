@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnrl.config import UpdateConfig
-from attnrl.data.tasks import TaskSpec
+from attnrl.config import TaskConfig, UpdateConfig
 from attnrl.local.examples import make_batch, make_examples
 from attnrl.local.learner import Learner
 from attnrl.local.warmup import Shape, Warmup, WarmupOptions, prepare_warmup
@@ -41,7 +40,7 @@ def main() -> None:
     shape = Shape(layers=args.layers, width=args.width, heads=args.width // 32, kv_heads=args.width // 64)
     options = WarmupOptions(seconds=args.seconds, batch_tokens=args.batch_tokens, evaluations=2, evaluation_tasks=256)
     with tempfile.TemporaryDirectory() as folder:
-        spec = TaskSpec(operations=(4, 12))
+        spec = TaskConfig(operations=(4, 12))
         run = prepare_warmup(Path(folder, "model"), spec, options, shape=shape, device=args.device)
         result: dict[str, Any] = {
             "device": torch.cuda.get_device_name() if run.model.device.type == "cuda" else "cpu",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-from attnrl.launch.parts import check_parts
-from attnrl.config import Config, TaskConfig, keys, load_config, presets
-from attnrl.data.tasks import TaskSpec
+from attnrl.config import Config, keys, load_config, presets
 from attnrl.errors import ConfigError, MissingFileError
+from attnrl.launch.parts import check_parts
 
 
 @pytest.mark.parametrize("preset", presets())
@@ -111,13 +109,6 @@ def test_missing_broken_and_circular_files_are_named(tmp_path: Path) -> None:
 
 def test_every_key_is_documented() -> None:
     assert [key for key, about in keys().items() if not about] == []
-
-
-def test_task_settings_are_those_of_the_generator() -> None:
-    """Two spellings of one thing: the config's, with documentation and ranges, and the generator's own."""
-    ours = {**TaskConfig().model_dump()}
-    ours.pop("seed")
-    assert ours == {f.name: getattr(TaskSpec(), f.name) for f in dataclasses.fields(TaskSpec)}
 
 
 def test_none_is_nothing_where_a_key_may_be_empty_and_a_name_elsewhere() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -24,6 +25,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from attnrl.errors import ConfigError, MissingFileError
 
@@ -89,22 +91,42 @@ class EngineConfig(Section):
     verl: VerlConfig = VerlConfig()
 
 
-class TaskConfig(Section):
-    """Made-up dependency-graph tasks; used where data.train or evaluation.benchmarks names "tasks"."""
+TaskKind = Literal["more", "fewer", "times", "plus", "minus"]
 
-    operations: tuple[int, int] = (4, 12)
+
+def _within(bottom: int, top: int) -> AfterValidator:
+    """A check that a pair is a range within these bounds."""
+
+    def check(pair: tuple[int, int]) -> tuple[int, int]:
+        if not bottom <= pair[0] <= pair[1] <= top:
+            raise PydanticCustomError("range", f"give a range within {bottom} to {top}, smallest first")
+        return pair
+
+    return AfterValidator(check)
+
+
+class TaskConfig(Section):
+    """Made-up dependency-graph tasks; used where data.train or evaluation.benchmarks names "tasks".
+
+    Ranges are inclusive.
+
+    >>> TaskConfig(operations=(2, 4), modulus=11).numbers
+    11
+    """
+
+    operations: Annotated[tuple[int, int], _within(1, 20)] = (4, 12)
     """Fewest and most computations the asked quantity needs, within 1 to 20."""
     modulus: int | None = Field(23, ge=5, le=1000)
     """Counts are taken modulo this, so that small models can learn single steps; None: plain counts."""
     largest: int = Field(99, ge=18)
     """Largest count where there is no modulus."""
-    distractors: tuple[int, int] = (0, 4)
+    distractors: Annotated[tuple[int, int], _within(0, 20)] = (0, 4)
     """Fewest and most quantities that are not needed."""
-    sides: tuple[int, int] = (0, 1)
+    sides: Annotated[tuple[int, int], _within(0, 4)] = (0, 1)
     """Fewest and most side chains that join the main chain."""
     givens: int = Field(3, ge=0)
     """Most given counts that serve as second operands."""
-    checks: tuple[int, int] = (0, 2)
+    checks: Annotated[tuple[int, int], _within(0, 20)] = (0, 2)
     """Fewest and most re-computations of an earlier count in a solution."""
     slips: float = Field(0.0, ge=0, lt=1)
     """Chance that a computation of a solution first goes wrong and is corrected by a check."""
@@ -114,12 +136,37 @@ class TaskConfig(Section):
     """Quantities per step of a solution's plan."""
     wording: Literal["sentences", "list", "equations"] = "sentences"
     """How problems read; equations are quoted word for word by the solutions, which is easiest for small models."""
-    kinds: tuple[Literal["more", "fewer", "times", "plus", "minus"], ...] = ("more", "fewer", "times", "plus", "minus")
-    """Operations in use."""
+    kinds: tuple[TaskKind, ...] = ("more", "fewer", "times", "plus", "minus")
+    """Operations in use; more and fewer always are."""
     names: int = Field(40, ge=2, le=40)
     """Size of the vocabulary of names."""
     seed: int = 0
     """Seed of the generator; train and test are disjoint for any two seeds."""
+
+    @property
+    def most_names(self) -> int:
+        """The number of names the largest task of this kind uses."""
+        return self.operations[1] + 1 + self.sides[1] + self.givens + self.distractors[1]
+
+    @property
+    def numbers(self) -> int:
+        """The number of counts that can occur: 0 to numbers - 1."""
+        return self.largest + 1 if self.modulus is None else self.modulus
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if self.errors and self.modulus is None:
+            raise PydanticCustomError("tasks", "errors above 0 need a modulus")
+        if not {"more", "fewer"} <= set(self.kinds):
+            raise PydanticCustomError("tasks", "kinds must hold 'more' and 'fewer'")
+        if self.sides[1] and not {"plus", "minus"} & set(self.kinds):
+            raise PydanticCustomError(
+                "tasks", "sides above 0 need 'plus' or 'minus' among the kinds: they join by it"
+            )
+        if self.most_names > self.names:
+            need = f"these tasks need {self.most_names} names (operations + 1 + sides + givens + distractors)"
+            raise PydanticCustomError("tasks", f"{need} and there are {self.names}; lower one of the ranges")
+        return self
 
 
 class DataConfig(Section):
@@ -373,8 +420,10 @@ class EvaluationConfig(Section):
     """Nucleus."""
     max_response_tokens: int = Field(32_768, ge=1)
     """Response limit, tokens."""
-    ks: tuple[int, ...] = (1,)
-    """The k of pass@k; at most `samples`."""
+    max_prompt_tokens: int = Field(4096, ge=1)
+    """Prompt limit, tokens; a longer prompt is an error: leaving problems out would change the benchmark."""
+    ks: tuple[int, ...] | None = None
+    """The k of pass@k, at most `samples`; None: each benchmark's own (paper: 32 for AIME and AMC, 4 for the rest)."""
 
 
 class RunConfig(Section):

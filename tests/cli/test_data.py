@@ -36,18 +36,18 @@ def test_report_and_clean_file(files, capsys):
     shown = capsys.readouterr().out
     for line in (
         "7 rows, layout problem/answer",
-        "empty answer: 1 rows left out: 4",
-        "duplicates: 2 further copies in 2 groups: 0=1, 2=3",
-        "conflicting answers: 2 of these groups as written, 2 beyond spelling: 0=1, 2=3",
-        "answer shown in the problem: 1 rows: 5",
-        "benchmark problems, repeat (the same problem): 1 rows: 6 (held_out.jsonl:0)",
+        "empty answer: 1 rows left out: 5",
+        "duplicates: 2 further copies in 2 groups: 1=2, 3=4",
+        "conflicting answers: 2 of these groups as written, 2 beyond spelling: 1=2, 3=4",
+        "answer shown in the problem: 1 rows: 6",
+        "benchmark problems, repeat (the same problem): 1 rows: 7 (held_out.jsonl:1)",
         "1 of 6 rows kept; left out: 1 benchmark problems, 1 leaked answers, 2 in conflicting groups, 1 further copies",
     ):
         assert line in shown
     report = json.loads((folder / "r.json").read_text())
-    assert report[0]["skipped"] == {"empty answer": [4]}
+    assert report[0]["skipped"] == {"empty answer": [5]}
     assert report[0]["contamination"] == [
-        {"row": 6, "benchmark": "held_out.jsonl:0", "kind": "repeat", "share": 1.0, "same_answer": True}
+        {"row": 7, "benchmark": "held_out.jsonl:1", "kind": "repeat", "share": 1.0, "same_answer": True}
     ]
     kept = load_records(folder / "c.jsonl")
     assert [(r.problem, r.answers) for r in kept] == [("2+2?", ("4",))]

@@ -10,8 +10,8 @@ import pytest
 from attnrl import cli
 from attnrl.cli.assemble import build_evaluate, evaluation_records, model_path, newest_model
 from attnrl.cli.eval import known_settings
-from attnrl.config import load_config
-from attnrl.data.tasks import TaskSpec, make_tasks
+from attnrl.config import TaskConfig, load_config
+from attnrl.data.tasks import make_tasks
 from attnrl.errors import MissingFileError
 
 
@@ -64,7 +64,7 @@ def test_the_demo_model_by_name_gives_the_number_that_training_begins_with(tmp_p
 
 
 def test_the_demo_model_by_name_scores(tmp_path: Path, capsys) -> None:
-    spec = TaskSpec(operations=(2, 6), modulus=11, wording="equations")
+    spec = TaskConfig(operations=(2, 6), modulus=11, wording="equations")
     (task,) = make_tasks(spec, "test", 1)
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": task.problem + "\n", "response": task.solution}) + "\n")
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.parquet")]

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnrl.data.audit import clean, contamination, duplicates, leaks, problem_key
+from attnrl.data.audit import clean, contamination, decontaminate, duplicates, leaks, problem_key
 from attnrl.data.benchmarks import SIX, load_benchmark
 from attnrl.data.records import Record, Records, load_records
 
 
 def records(*pairs: tuple[str, str]) -> list[Record]:
-    return [Record(problem, (answer,), "f", f"f:{row}") for row, (problem, answer) in enumerate(pairs)]
+    return [Record(problem, (answer,), "f", f"f:{row}") for row, (problem, answer) in enumerate(pairs, start=1)]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_duplicates_and_their_answers():
     groups = duplicates(
         records(("1+1?", "2"), ("$1 + 1$ ?", "3"), ("2+2?", "4"), ("a?", r"\frac{1}{2}"), ("a ?", r"\dfrac 12"))
     )
-    assert [[r.row for r in group.records] for group in groups] == [[0, 1], [3, 4]]
+    assert [[r.row for r in group.records] for group in groups] == [[1, 2], [4, 5]]
     assert [group.conflicting for group in groups] == [True, True]
     assert [group.conflicting_value for group in groups] == [True, False]
     assert groups[0].answers == ("2", "3")
@@ -67,7 +67,7 @@ def test_duplicates_and_their_answers():
 
 def test_answers_that_stand_in_the_problem():
     rows = records((r"The sum is $\boxed{5}$.", "5"), (r"Press $\boxed{5}$.", "6"), ("No box 5", "5"))
-    assert [r.row for r in leaks(rows)] == [0]
+    assert [r.row for r in leaks(rows)] == [1]
 
 
 LONG = "In the garden of the old castle every one of the rows holds {n} apple trees, the gardener counts {m} rows."
@@ -83,7 +83,7 @@ def test_kinds_of_overlap():
         ("2+3?", "5"),
     )
     found = {o.record.row: (o.kind, o.benchmark.row, o.same_answer) for o in contamination(rows, bench)}
-    assert found == {0: ("repeat", 0, True), 1: ("near", 0, False), 2: ("repeat", 1, False)}
+    assert found == {1: ("repeat", 1, True), 2: ("near", 1, False), 3: ("repeat", 2, False)}
     assert contamination(rows, []) == []
 
 
@@ -97,9 +97,17 @@ def test_clean_counts_every_row_once():
         (r"is $\boxed{1}$", "1"),
         ("5?", "5"),
     )
-    cleaned = clean(rows, records(("$2+2$?", "4")))
-    assert [r.row for r in cleaned.records] == [1, 6]
-    assert (cleaned.contaminated, cleaned.leaked, cleaned.conflicting, cleaned.repeated) == (1, 1, 2, 1)
+    without = decontaminate(rows, records(("$2+2$?", "4")))
+    assert [r.row for r in without.records] == [2, 3, 4, 5, 6, 7]
+    assert [(o.record.row, o.kind) for o in without.overlaps] == [(1, "repeat")]
+    assert without.report() == "decontaminated: 6 of 7 problems remain; 1 are a benchmark's, 0 nearly so"
+    cleaned = clean(without.records)
+    assert [r.row for r in cleaned.records] == [2, 7]
+    assert (cleaned.leaked, cleaned.conflicting, cleaned.repeated) == (1, 2, 1)
+    assert [r.row for r in clean(rows).records] == [1, 2, 7]  # two switches: a benchmark's problem may stay
+    assert cleaned.report() == (
+        "cleaned: 2 of 6 problems remain; 1 state their answer, 2 have conflicting answers, 1 repeat another"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -133,12 +141,13 @@ def test_deepscaler_duplicates(deepscaler):
     assert sum(len(rows) - 1 for rows in coarse) == 1343
     for rows in coarse:
         assert len({ours[row] for row in rows}) == 1
-    assert {22677, 28353} <= {r.row for group in groups if group.conflicting_value for r in group.records}
+    assert {22678, 28354} <= {r.row for group in groups if group.conflicting_value for r in group.records}
 
 
 def test_deepscaler_contamination(data_dir, deepscaler, benchmarks):
     listed = json.loads((data_dir / "train/contaminated_rows.json").read_text())["deepscaler"]
-    found = {overlap.record.row: overlap for overlap in contamination(deepscaler, benchmarks)}
+    # the list counts rows from 0
+    found = {overlap.record.row - 1: overlap for overlap in contamination(deepscaler, benchmarks)}
     assert len(listed) == 23
     assert set(listed) <= set(found)
     # read one by one: each of these is the benchmark problem itself
@@ -152,8 +161,18 @@ def test_deepscaler_contamination(data_dir, deepscaler, benchmarks):
     assert 35463 not in found  # a common phrase with another word in it
 
 
+def test_deepscaler_after_both_switches(deepscaler, benchmarks):
+    """The numbers in the header of preset attnrl_1p5b."""
+    answered = [record for record in deepscaler if record.answers]
+    without = decontaminate(answered, benchmarks)
+    cleaned = clean(without.records)
+    assert (len(deepscaler), len(answered), len(without.overlaps)) == (40_315, 40_309, 49)
+    assert (cleaned.leaked, cleaned.conflicting, cleaned.repeated) == (20, 652, 1_053)  # 1,725
+    assert len(cleaned.records) == 38_535
+
+
 def test_deepscaler_leaks(deepscaler):
-    rows = [record.row for record in leaks(deepscaler)]
+    rows = [record.row - 1 for record in leaks(deepscaler)]
     assert len(rows) == 20
     assert {16595, 16955, 22102} <= set(rows)
     assert 18119 not in rows  # there the box shows a wrong answer
@@ -163,7 +182,7 @@ def test_deepscaler_leaks(deepscaler):
 def test_math_and_gsm8k_contamination(data_dir, benchmarks):
     listed = json.loads((data_dir / "train/contaminated_rows.json").read_text())["math_part(of dapo+math)"]
     math = load_records(data_dir / "train/math_train_7500_with_solutions.parquet")
-    found = {overlap.record.row: overlap for overlap in contamination(math, benchmarks)}
+    found = {overlap.record.row - 1: overlap for overlap in contamination(math, benchmarks)}
     assert set(listed) <= set(found)
     assert len(found) == 32
     assert sum(overlap.kind == "repeat" for overlap in found.values()) == 7

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from attnrl.data.prompts import TEMPLATE, render_prompts
+from attnrl.data.prompts import TEMPLATE, render_benchmark, render_prompts
 from attnrl.data.records import Record, load_records
 from attnrl.errors import ConfigError, DataError
 from attnrl.types import content_hash
@@ -67,6 +67,57 @@ def test_chat_template_has_one_bos_and_opens_the_response():
     assert words(bare[0]) == ["<s>", "one", "two"]
     system, _ = render_prompts([record("one")], tokenizer, template="{problem}", max_prompt_tokens=9, system="be brief")
     assert words(system[0]) == ["<s>", "sys:", "be", "brief", "user:", "one", "bot:"]
+
+
+def test_the_row_s_own_system_message_is_written_unless_one_is_set():
+    tokenizer = words_tokenizer(CHAT)
+    rows = [Record("one", ("2",), "f", "f:1", system="be brief"), Record("one", ("2",), "f", "f:2", {"level": 3})]
+    own, dropped = render_prompts(rows, tokenizer, template="{problem}", max_prompt_tokens=9)
+    assert [words(p) for p in own] == [
+        ["<s>", "sys:", "be", "brief", "user:", "one", "bot:"],
+        ["<s>", "user:", "one", "bot:"],
+    ]
+    assert not dropped  # the same words after another system message are another prompt
+    assert own[0].uid != own[1].uid == content_hash("one")
+    assert [p.row for p in own] == [{}, {"level": 3}]
+    same, dropped = render_prompts(rows, tokenizer, template="{problem}", max_prompt_tokens=9, system="two")
+    assert [words(p) for p in same] == [["<s>", "sys:", "two", "user:", "one", "bot:"]]
+    assert dropped.repeated == ("f:2",)
+    none, _ = render_prompts(rows, tokenizer, template="{problem}", max_prompt_tokens=9, system="")
+    assert [words(p) for p in none] == [["<s>", "user:", "one", "bot:"]]
+    with pytest.raises(DataError, match=r'f:1: the row has a system message.*data\.system = ""'):
+        render_prompts(rows, words_tokenizer(), template="{problem}", max_prompt_tokens=9)
+    bare, _ = render_prompts(rows, words_tokenizer(), template="{problem}", max_prompt_tokens=9, system="")
+    assert [words(p) for p in bare] == [["<s>", "one"]]
+
+
+def test_options_reach_the_chat_template():
+    tokenizer = words_tokenizer(CHAT + "{% if brief %} brief{% endif %}")
+
+    def render(**options):
+        return render_prompts([record("one")], tokenizer, template="{problem}", max_prompt_tokens=9, **options)
+
+    assert words(render(chat_options={"brief": True})[0][0]) == ["<s>", "user:", "one", "bot:", "brief"]
+    assert words(render(chat_options={"brief": False})[0][0]) == ["<s>", "user:", "one", "bot:"]
+    with pytest.raises(ConfigError, match="chat_options: tokenize is set already"):
+        render(chat_options={"tokenize": True})
+    with pytest.raises(ConfigError, match="no chat template that could read them"):
+        render(chat_options={"brief": True}, chat=False)
+    strict = words_tokenizer("{{ raise_exception('no system role') }}")
+    with pytest.raises(ConfigError, match="chat template refuses a prompt: no system role"):
+        render_prompts([record("one")], strict, template="{problem}", max_prompt_tokens=9)
+
+
+def test_a_benchmark_is_rendered_whole_or_not_at_all():
+    rows = [record("one", 1), record("one two three", 2), record("one", 3)]
+    prompts = render_benchmark("mine", rows, words_tokenizer(), template="{problem}", max_prompt_tokens=4)
+    assert [p.problem for p in prompts] == ["one", "one two three", "one"]
+    with pytest.raises(
+        DataError, match=r"mine: 1 of 3 .*more than 3 tokens, the first is f:2; raise eval"
+    ):
+        render_benchmark("mine", rows, words_tokenizer(), template="{problem}", max_prompt_tokens=3)
+    with pytest.raises(ConfigError, match="words that this model's tokenizer does not know"):
+        render_benchmark("mine", [record("four")], words_tokenizer(), template="{problem}")
 
 
 def test_overlong_and_repeated_prompts_are_counted_with_their_rows():

@@ -1,10 +1,12 @@
 """Records from every layout and file kind, row errors, and the real files with their known traps."""
 
+import datetime
 import gzip
 import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -80,7 +82,7 @@ def test_layouts(tmp_path, row, layout, problem, answers):
     assert records.layout == layout
     assert records[0].problem == problem
     assert records[0].answers == answers
-    assert records[0].where == "rows.jsonl:0"
+    assert records[0].where == "rows.jsonl:1"
 
 
 def test_the_same_rows_from_every_file_kind(tmp_path):
@@ -95,9 +97,9 @@ def test_the_same_rows_from_every_file_kind(tmp_path):
     for file in sorted(tmp_path.iterdir()):
         records = load_records(file)
         assert [(r.problem, r.answers, r.info["level"], r.row) for r in records] == [
-            (row["problem"], (row["answer"],), row["level"], n) for n, row in enumerate(rows)
+            (row["problem"], (row["answer"],), row["level"], n) for n, row in enumerate(rows, start=1)
         ], file.name
-        assert [r.row for r in load_records(file, limit=2)] == [0, 1]
+        assert [r.row for r in load_records(file, limit=2)] == [1, 2]
 
 
 def test_directory_takes_the_split(tmp_path):
@@ -129,35 +131,41 @@ def test_rows_without_problem_or_answer_are_kept_apart(tmp_path):
     assert [r.problem for r in records] == ["a?"]
     assert records.rows == 4
     assert [(s.where, s.reason) for s in records.skipped] == [
-        ("rows.jsonl:1", "empty answer"),
-        ("rows.jsonl:2", "empty problem"),
-        ("rows.jsonl:3", "empty answer"),
+        ("rows.jsonl:2", "empty answer"),
+        ("rows.jsonl:3", "empty problem"),
+        ("rows.jsonl:4", "empty answer"),
     ]
-    assert "3 left out (empty answer; empty problem): rows 1, 2, 3" in records.report()
+    assert "3 left out (empty answer; empty problem): rows 2, 3, 4" in records.report()
     assert [r.problem for r in load_records(file, allow_empty_answers=True)] == ["a?", "b?", "c?"]
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: empty answer; fix or remove the row"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: empty answer; fix or remove the row"):
         load_records(file, strict=True)
 
 
 def test_a_row_without_the_column_is_left_out_like_one_with_an_empty_cell(tmp_path):
     file = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "a?", "answer": "1"}, {"problem": "b?"}])
     records = load_records(file)
-    assert [(s.where, s.reason) for s in records.skipped] == [("rows.jsonl:1", "no column with a problem or an answer")]
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: unknown layout"):
+    assert [(s.where, s.reason) for s in records.skipped] == [("rows.jsonl:2", "no column with a problem or an answer")]
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: unknown layout"):
         load_records(file, strict=True)
     first = write_jsonl(tmp_path / "first.jsonl", [{"problem": "b?"}, {"problem": "a?", "answer": "1"}])
-    with pytest.raises(DataError, match=r"first\.jsonl:0: unknown layout"):
-        load_records(first)
+    records = load_records(first)
+    assert [(r.problem, r.where) for r in records] == [("a?", "first.jsonl:2")]
+    assert [s.where for s in records.skipped] == ["first.jsonl:1"]
+    assert records.report() == (
+        f"{first}: 2 rows, layout problem/answer; 1 left out (no column with a problem or an answer): rows 1"
+    )
+    with pytest.raises(DataError, match=r"first\.jsonl:1: unknown layout"):
+        load_records(first, strict=True)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("bad.jsonl", '{"question": "a"}\n', r"bad\.jsonl:0: unknown layout, columns found: question; known layouts"),
-        ("bad.jsonl", '{"question": "a", "answer": "1"}\n{oops\n', r"bad\.jsonl:1 \(line 2\): not JSON"),
-        ("bad.jsonl", "[1, 2]\n", r"bad\.jsonl:0: a row must be an object"),
+        ("bad.jsonl", '{"question": "a"}\n', r"bad\.jsonl:1: unknown layout, columns found: question; known layouts"),
+        ("bad.jsonl", '{"question": "a", "answer": "1"}\n{oops\n', r"bad\.jsonl:2 \(line 2\): not JSON"),
+        ("bad.jsonl", "[1, 2]\n", r"bad\.jsonl:1: a row must be an object"),
         ("bad.jsonl", "", r"no usable row: it is empty"),
-        ("bad.jsonl", '{"question": "a", "answer": ""}\n', r"all 1 were left out, bad\.jsonl:0: empty answer"),
+        ("bad.jsonl", '{"question": "a", "answer": ""}\n', r"all 1 were left out, bad\.jsonl:1: empty answer"),
         ("bad.json", "3", r"holds a int, not a list of rows"),
         ("bad.parquet", "no parquet", r"not a readable parquet file"),
     ],
@@ -166,6 +174,47 @@ def test_bad_files_name_the_row_and_the_fix(tmp_path, name, content, message):
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=message):
         load_records(tmp_path / name)
+
+
+def test_columns_of_one_s_own_names(tmp_path):
+    rows = [{"Task": "1+1?", "key": 2, "answer": "nonsense", "level": 3}, {"Task": "2+2?", "answer": "4"}]
+    file = write_jsonl(tmp_path / "rows.jsonl", rows)
+    records = load_records(file, columns={"problem": "task", "answer": "key"})
+    assert [(r.problem, r.answers, r.info) for r in records] == [("1+1?", ("2",), {"answer": "nonsense", "level": 3})]
+    assert [s.where for s in records.skipped] == ["rows.jsonl:2"]
+    assert [r.answers for r in load_records(file, columns={"problem": "Task"})] == [("nonsense",), ("4",)]
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: no column 'gold', which data\.columns names; .*Task, key"):
+        load_records(file, columns={"answer": "gold"})
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: unknown layout.*data\.columns = "):
+        load_records(file)  # an answer, but nothing known as a problem
+
+
+def test_all_other_columns_are_kept_as_json_holds_them(tmp_path):
+    row = {
+        "problem": "1+1?", "answer": 2, "level": 3, "Tests": ["a", "b"], "none": None, "blob": b"\x00" * 9,
+        "when": datetime.datetime(2026, 1, 1), "nan": float("nan"), "text": "x" * 70_000,
+    }  # fmt: skip
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    (record,) = load_records(tmp_path / "rows.parquet")
+    assert (record.answers, record.info) == (("2",), {"level": 3, "Tests": ["a", "b"]})
+    verl = {"prompt": [{"role": "user", "content": "1?"}], "reward_model": {"ground_truth": 1, "style": "rule"}}
+    (record,) = load_records(write_jsonl(tmp_path / "verl.jsonl", [verl | {"data_source": "mine"}]))
+    assert record.info == {"reward_model": verl["reward_model"], "data_source": "mine"}
+
+
+def test_a_row_s_system_message_is_kept(tmp_path):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    rows = [{"prompt": chat, "answer": "2"}, {"prompt": chat[1:], "answer": "2"}]
+    assert [(r.problem, r.system) for r in load_records(write_jsonl(tmp_path / "rows.jsonl", rows))] == [
+        ("1+1?", "Be brief."),
+        ("1+1?", None),
+    ]
+
+
+@pytest.mark.parametrize("answer", [7, 7.0, "7", [7], {"ground_truth": 7}])
+def test_whole_numbers_are_answers(tmp_path, answer):
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "3+4?", "answer": answer}])
+    assert load_records(file)[0].answers == ("7",)
 
 
 def test_multi_turn_chats_are_left_out(tmp_path):
@@ -279,9 +328,9 @@ for source in ("hf:people/sums:dev", "people/nothing"):
     done = subprocess.run([sys.executable, "-c", script], env=hub, capture_output=True, text=True, timeout=120)
     lines = done.stdout.splitlines()
     assert lines[:3] == [
-        "1+1? 2 people/sums/main/train-00000-of-00001.jsonl:0",
-        "2+2? 4 people/sums/main/test-00000-of-00001.jsonl:0",
-        "2+2? 4 people/sums/main/test-00000-of-00001.jsonl:0",
+        "1+1? 2 people/sums/main/train-00000-of-00001.jsonl:1",
+        "2+2? 4 people/sums/main/test-00000-of-00001.jsonl:1",
+        "2+2? 4 people/sums/main/test-00000-of-00001.jsonl:1",
     ], done.stderr
     assert "no file for split 'dev'" in lines[3]
     assert "people/nothing: no such file here, and as the hub data set 'people/nothing' it could not" in lines[4]
@@ -289,6 +338,31 @@ for source in ("hf:people/sums:dev", "people/nothing"):
         [sys.executable, "-c", script], env={**hub, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=120
     )
     assert again.stdout.splitlines()[:3] == lines[:3], again.stderr  # from the cache, without a network
+
+
+def test_an_unreachable_hub_is_said_at_once(tmp_path):
+    """Nothing listens at the first address; the second takes the connection and never answers."""
+    script = """
+from attnrl.data.records import load_records
+from attnrl.errors import MissingFileError
+try:
+    load_records("people/sums")
+except MissingFileError as error:
+    print(error)
+"""
+    with socket.socket() as refusing, socket.socket() as silent:
+        for listener in (refusing, silent):
+            listener.bind(("127.0.0.1", 0))
+        silent.listen()
+        for listener, reason in ((refusing, "refused"), (silent, "no answer within 4 seconds|timed out")):
+            address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf")}
+            environment.pop("HF_HUB_OFFLINE", None)
+            done = subprocess.run(
+                [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+            )
+            said = rf"people/sums: no such file here, and the hub \({address}\) cannot be reached: .*({reason})"
+            assert re.match(said, done.stdout), (done.stdout, done.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +396,7 @@ def data_dir() -> Path:
 def test_real_files(data_dir, file, rows, skipped):
     records = load_records(data_dir / file)
     assert records.rows == rows
-    assert [int(s.where.rpartition(":")[2]) for s in records.skipped] == skipped
+    assert [int(s.where.rpartition(":")[2]) - 1 for s in records.skipped] == skipped  # the list counts from 0
     assert {s.reason for s in records.skipped} <= {"empty answer"}
     for record in records:
         assert "output the final answer within" not in record.problem

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnrl import cli
+from attnrl.config import TaskConfig, load_config
 from attnrl.data.prompts import render_prompts
 from attnrl.data.task_tokenizer import task_tokenizer, vocabulary
-from attnrl.data.tasks import Task, TaskSpec, as_records, make_task, make_tasks, task_stream
+from attnrl.data.tasks import Task, as_records, make_task, make_tasks, task_stream
 from attnrl.errors import ConfigError
 from attnrl.verify import Verifier
 
 SPECS = {
-    "default": TaskSpec(),
-    "list": TaskSpec(wording="list", modulus=11, operations=(2, 6), distractors=(0, 2)),
-    "equations": TaskSpec(wording="equations", modulus=11, operations=(2, 8), checks=(1, 3)),
-    "plain counts": TaskSpec(modulus=None, sides=(0, 2), slips=0.1),
-    "long": TaskSpec(operations=(15, 20), sides=(0, 3), checks=(0, 6), slips=0.05, givens=4, distractors=(2, 6)),
-    "short": TaskSpec(operations=(1, 3), modulus=10, names=12, kinds=("more", "fewer"), sides=(0, 0)),
+    "default": TaskConfig(),
+    "list": TaskConfig(wording="list", modulus=11, operations=(2, 6), distractors=(0, 2)),
+    "equations": TaskConfig(wording="equations", modulus=11, operations=(2, 8), checks=(1, 3)),
+    "plain counts": TaskConfig(modulus=None, sides=(0, 2), slips=0.1),
+    "long": TaskConfig(operations=(15, 20), sides=(0, 3), checks=(0, 6), slips=0.05, givens=4, distractors=(2, 6)),
+    "short": TaskConfig(operations=(1, 3), modulus=10, names=12, kinds=("more", "fewer"), sides=(0, 0)),
 }
 FORMS = (  # read independently of the generator: pattern, then names of its groups
     (r"There are (\d+) (\w+)\.", "value name"),
@@ -82,7 +83,7 @@ def solve(problem: str) -> tuple[int, set[str]]:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_the_answer_is_what_an_independent_reader_computes(spec: TaskSpec, split: str) -> None:
+def test_the_answer_is_what_an_independent_reader_computes(spec: TaskConfig, split: str) -> None:
     for index in range(60):
         task = make_task(spec, split, index, seed=5)
         answer, needed = solve(task.problem)
@@ -94,13 +95,13 @@ def test_the_answer_is_what_an_independent_reader_computes(spec: TaskSpec, split
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_every_step_of_a_solution_follows_from_the_problem_and_the_steps_before(spec: TaskSpec) -> None:
+def test_every_step_of_a_solution_follows_from_the_problem_and_the_steps_before(spec: TaskConfig) -> None:
     for index in range(60):
         task = make_task(spec, "train", index, seed=6)
         check_solution(task, spec)
 
 
-def check_solution(task: Task, spec: TaskSpec) -> None:
+def check_solution(task: Task, spec: TaskConfig) -> None:
     definitions = read_definitions(task.problem)
     known = {name: int(d["value"]) for name, d in definitions.items() if "sign" not in d}
     steps = task.solution.split("\n\n")
@@ -163,9 +164,9 @@ def test_ten_thousand_solutions_grade_as_right() -> None:
 def test_train_and_test_share_no_problem_whatever_the_seeds() -> None:
     # A space of a few thousand problems, so that seeds do meet: train 0 and train 1 share many.
     fields = {"operations": (1, 1), "modulus": 5, "names": 8, "givens": 0, "distractors": (0, 0), "sides": (0, 0)}
-    spec, other = TaskSpec(**fields), TaskSpec(**fields, wording="list", checks=(0, 0))
+    spec, other = TaskConfig(**fields), TaskConfig(**fields, wording="list", checks=(0, 0))
 
-    def problems(spec: TaskSpec, split: str, seed: int) -> set[str]:
+    def problems(spec: TaskConfig, split: str, seed: int) -> set[str]:
         found = set()
         for index in range(500):
             problem = make_task(spec, split, index, seed).problem
@@ -183,7 +184,7 @@ def test_train_and_test_share_no_problem_whatever_the_seeds() -> None:
 
 def test_ordinary_tasks_of_two_seeds_are_disjoint_too() -> None:
     keys = {
-        (split, seed): {t.key for t in make_tasks(TaskSpec(), split, 200, seed)}
+        (split, seed): {t.key for t in make_tasks(TaskConfig(), split, 200, seed)}
         for split in ("train", "test")
         for seed in (0, 1)
     }
@@ -192,9 +193,9 @@ def test_ordinary_tasks_of_two_seeds_are_disjoint_too() -> None:
 
 
 def test_a_task_depends_on_spec_split_seed_and_index_alone() -> None:
-    spec = TaskSpec()
+    spec = TaskConfig()
     first = make_task(spec, "train", 7, seed=3)
-    assert next(task_stream(TaskSpec(), "train", seed=3, start=7)) == first
+    assert next(task_stream(TaskConfig(), "train", seed=3, start=7)) == first
     others = [
         make_task(spec, "train", 8, seed=3),
         make_task(spec, "train", 7, seed=4),
@@ -204,8 +205,8 @@ def test_a_task_depends_on_spec_split_seed_and_index_alone() -> None:
 
 
 def test_a_teacher_that_errs_goes_on_from_its_error_and_leaves_problem_and_answer_alone() -> None:
-    spec = TaskSpec(operations=(4, 4), sides=(0, 0), checks=(0, 0))
-    erring = replace(spec, errors=0.2)
+    spec = TaskConfig(operations=(4, 4), sides=(0, 0), checks=(0, 0))
+    erring = spec.model_copy(update={"errors": 0.2})
     right = 0
     for index in range(300):
         task, other = make_task(spec, "train", index), make_task(erring, "train", index)
@@ -221,8 +222,8 @@ def test_a_teacher_that_errs_goes_on_from_its_error_and_leaves_problem_and_answe
 
 def test_response_lengths_span_what_experiments_need() -> None:
     tokenizer = task_tokenizer()
-    short = make_tasks(TaskSpec(operations=(4, 4), checks=(0, 0)), "train", 20)
-    long = make_tasks(TaskSpec(operations=(20, 20), checks=(20, 20), sides=(0, 1)), "train", 20)
+    short = make_tasks(TaskConfig(operations=(4, 4), checks=(0, 0)), "train", 20)
+    long = make_tasks(TaskConfig(operations=(20, 20), checks=(20, 20), sides=(0, 1)), "train", 20)
     steps = [task.solution.count("\n\n") + 1 for task in short]
     assert all(8 <= n <= 10 for n in steps)
     assert [task.difficulty for task in (short[0], long[0])] == [1, 5]
@@ -254,7 +255,7 @@ def test_numbers_and_words_are_single_tokens() -> None:
     assert [tokenizer.decode([i]) for i in tokenizer(text)["input_ids"]] == [
         "Then", " lamps", " =", " coins", " +", " 3", " =", " 19", " +", " 3", " =", " 22", "\n\n",
     ]  # fmt: skip
-    assert len(set(vocabulary(TaskSpec()))) == len(vocabulary(TaskSpec())) == len(tokenizer)
+    assert len(set(vocabulary(TaskConfig()))) == len(vocabulary(TaskConfig())) == len(tokenizer)
     digits = TOKENIZERS["plain counts"]
     assert [digits.decode([i]) for i in digits(" = 97")["input_ids"]] == [" =", " 9", "7"]
 
@@ -281,7 +282,7 @@ def test_a_qwen2_directory_needs_the_plain_class(tmp_path) -> None:
 
 def check_loaded(loaded) -> None:
     for index in range(20):
-        task = make_task(TaskSpec(), "test", index)
+        task = make_task(TaskConfig(), "test", index)
         ids = TOKENIZERS["default"](task.prompt + task.solution)["input_ids"]
         assert loaded(task.prompt + task.solution)["input_ids"] == ids
         assert loaded.decode(ids) == task.prompt + task.solution
@@ -290,8 +291,8 @@ def check_loaded(loaded) -> None:
 
 
 def test_tasks_take_the_prompt_path_of_any_data_set() -> None:
-    records = as_records(TaskSpec(), "test", 5, seed=1)
-    tasks = make_tasks(TaskSpec(), "test", 5, seed=1)
+    records = as_records(TaskConfig(), "test", 5, seed=1)
+    tasks = make_tasks(TaskConfig(), "test", 5, seed=1)
     tokenizer = TOKENIZERS["default"]
     prompts, dropped = render_prompts(records, tokenizer, template="{problem}", max_prompt_tokens=400)
     assert not dropped
@@ -312,17 +313,41 @@ def test_tasks_take_the_prompt_path_of_any_data_set() -> None:
         ({"names": 41}, "names"),
         ({"operations": (20, 20), "distractors": (0, 20)}, "lower one of the ranges"),
         ({"kinds": ("plus",)}, "kinds"),
-        ({"kinds": ("more", "fewer"), "sides": (1, 1)}, "sides"),
+        ({"kinds": ("more", "fewer"), "sides": (1, 1)}, "sides above 0 need"),
         ({"wording": "rhyme"}, "wording"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(fields, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        TaskSpec(**fields)
+        load_config("attnrl_1p5b", {f"data.tasks.{key}": value for key, value in fields.items()})
+
+
+@pytest.mark.parametrize(
+    ("fields", "digest"),
+    [
+        ({}, "7329778c2f81bf49"),
+        (
+            {"operations": (2, 6), "modulus": 11, "distractors": (0, 2), "checks": (0, 1), "wording": "equations"},
+            "61252630d11dbcad",
+        ),
+        ({"modulus": None, "sides": (0, 2), "slips": 0.1}, "f8a32397c229612c"),
+        (
+            {"operations": (2, 6), "modulus": 11, "errors": 0.08, "wording": "list", "names": 30}
+            | {"kinds": ("more", "fewer", "plus")},
+            "bcc52adedc85bf9f",
+        ),
+    ],
+)
+def test_the_tasks_of_a_setting_are_what_they_always_were(fields, digest) -> None:
+    """Digests computed at d9ecc0b, with the generator's own settings class of that time."""
+    tasks = [make_task(TaskConfig(**fields), s, i, 3) for s in ("train", "test") for i in range(20)]
+    text = "".join(repr((t.problem, t.solution, t.answer, t.key)) for t in tasks)
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
+    assert make_task(TaskConfig(**fields, seed=3), "train", 1) == tasks[1]
 
 
 def test_asking_for_more_problems_than_there_are_is_refused() -> None:
-    spec = TaskSpec(operations=(1, 1), modulus=5, names=2, givens=0, distractors=(0, 0), sides=(0, 0))
+    spec = TaskConfig(operations=(1, 1), modulus=5, names=2, givens=0, distractors=(0, 0), sides=(0, 0))
     with pytest.raises(ConfigError, match="fewer than 40 different test problems"):
         make_tasks(spec, "test", 40)
     with pytest.raises(ConfigError, match="split"):
@@ -336,7 +361,7 @@ def test_the_command_writes_the_tasks(tmp_path, capsys) -> None:
     )
     assert code == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    tasks = make_tasks(TaskSpec(operations=(2, 4)), "test", 7, seed=3)
+    tasks = make_tasks(TaskConfig(operations=(2, 4)), "test", 7, seed=3)
     assert [(r["problem"], r["answer"], r["solution"], r["operations"]) for r in rows] == [
         (t.problem, t.answer, t.solution, t.operations) for t in tasks
     ]

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from attnrl.data.tasks import TaskSpec, make_tasks
+from attnrl.config import TaskConfig
+from attnrl.data.tasks import make_tasks
 from attnrl.evaluation import Report, evaluate
-from attnrl.types import Ids, Prompt, Request, Rollout, Sampling, as_floats, as_ids, content_hash
+from attnrl.types import Attempt, Ids, Prompt, Request, Rollout, Sampling, Verdict, as_floats, as_ids, content_hash
 from attnrl.verify import Verifier
 
-SPEC = TaskSpec(operations=(2, 4))
+SPEC = TaskConfig(operations=(2, 4))
 
 
 def encode(text: str) -> Ids:
@@ -56,6 +57,13 @@ class FakeBackend:
         return Rollout(kept, as_floats(np.zeros(len(kept))), "stop" if len(kept) == len(ids) else "length", 0)
 
 
+def grade(attempts: Sequence[Attempt], verifier: Verifier, grade_truncated: bool = False) -> list[Verdict]:
+    """The verifier's verdicts; a response that was cut off is wrong."""
+    verdicts = verifier.grade([(a.response, a.answers) for a in attempts])
+    cut = Verdict(0.0, "truncated")
+    return [cut if a.finish == "length" and not grade_truncated else v for a, v in zip(attempts, verdicts, strict=True)]
+
+
 def run(out_dir: Path | None, backend: FakeBackend, **changes: object) -> Report:
     settings = {
         "samples": {"easy": 4, "hard": 2},
@@ -71,7 +79,7 @@ def run(out_dir: Path | None, backend: FakeBackend, **changes: object) -> Report
             backend,
             {"easy": prompts(30, 0), "hard": prompts(20, 1)},
             decode=decode,
-            grade=verifier.grade,
+            grade=lambda attempts: grade(attempts, verifier),
             out_dir=out_dir,
             **settings,
         )

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from attnrl import cli
+from attnrl.config import TaskConfig
 from attnrl.data.task_tokenizer import task_tokenizer
-from attnrl.data.tasks import TaskSpec, make_tasks
+from attnrl.data.tasks import make_tasks
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def model(tmp_path_factory) -> str:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     directory = tmp_path_factory.mktemp("model")
-    tokenizer = task_tokenizer(TaskSpec(modulus=11))
+    tokenizer = task_tokenizer(TaskConfig(modulus=11))
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
@@ -41,7 +42,7 @@ def test_a_model_is_evaluated_on_tasks_and_files(model, tmp_path, capsys) -> Non
     lines = (tmp_path / "one" / "responses.jsonl").read_text()
     assert lines == (tmp_path / "two" / "responses.jsonl").read_text()
     rows = [json.loads(line) for line in lines.splitlines()]
-    problems = [task.problem for task in make_tasks(TaskSpec(operations=(2, 3), modulus=11), "test", 4)]
+    problems = [task.problem for task in make_tasks(TaskConfig(operations=(2, 3), modulus=11), "test", 4)]
     assert [row["problem"] for row in rows if row["benchmark"] == "tasks"] == [p for p in problems for _ in range(2)]
     assert len({row["response"] for row in rows}) > 10  # a stream each
     results = json.loads((tmp_path / "one" / "results.json").read_text())

@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from attnrl.errors import ConfigError, DataError
-from attnrl.evaluation import Response, compare, evaluate
+from attnrl.evaluation import Report, Response, compare, evaluate
+from attnrl.evaluation.results import table_rows
 from attnrl.evaluation.sampling import all_jobs, request_seed
 from attnrl.types import Prompt, Rollout, Sampling, Verdict, as_floats, as_ids
 
@@ -44,7 +45,7 @@ def test_numbers_are_those_of_the_responses(whole) -> None:
     assert report.tables["easy"]["pass@1"] == pytest.approx(sum(r.reward for r in easy) / 120)
     both = [
         any(r.right for r in easy if r.row == row and r.sample in pair)
-        for row in range(30)
+        for row in range(1, 31)
         for pair in [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
     ]
     assert report.tables["easy"]["pass@2"] == pytest.approx(sum(both) / len(both))
@@ -151,7 +152,7 @@ def test_a_broken_line_in_the_middle_is_named(whole, tmp_path) -> None:
     lines = (directory / "responses.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "settings.json").write_bytes((directory / "settings.json").read_bytes())
     (tmp_path / "responses.jsonl").write_bytes(lines[0] + b'{"half": \n' + lines[1])
-    with pytest.raises(DataError, match=r"responses\.jsonl:1: not a line this command wrote"):
+    with pytest.raises(DataError, match=r"responses\.jsonl:2: not a line this command wrote"):
         fake.run(tmp_path, fake.FakeBackend())
 
 
@@ -180,25 +181,51 @@ def test_truncated_answers_and_verifier_errors_are_kept_apart() -> None:
 
     seen = []
 
-    def grade(items):
-        seen.extend(items)
-        return [
-            Verdict(1.0, "number", text) if text == "0" else Verdict(0.0, "limit", None, "timeout") for text, _ in items
-        ]
+    def grade(attempts):
+        seen.extend(attempts)
+        verdicts = {"0": Verdict(0.3, "judge", "0", right=True), "1": Verdict(0.9, "judge", "1", right=False)}
+        return [verdicts.get(a.response, Verdict(0.0, "limit", None, "timeout")) for a in attempts]
 
-    def run(**changes):
-        prompt = Prompt("u", as_ids([1]), ("0",), "p")
-        return evaluate(
-            Fixed(), {"b": [prompt]}, decode=lambda ids: str(ids[0]), grade=grade, samples=4, sampling=Sampling(),
-            max_tokens=5, **changes,
-        )  # fmt: skip
-
-    table = run().tables["b"]
-    assert [text for text, _ in seen] == ["0", "1", "3"]
+    prompt = Prompt("u", as_ids([1]), ("0",), "p", row={"level": 3})
+    report = evaluate(
+        Fixed(), {"b": [prompt]}, decode=lambda ids: str(ids[0]), grade=grade, samples=4, sampling=Sampling(),
+        max_tokens=5,
+    )  # fmt: skip
+    table = report.tables["b"]
+    assert [(a.problem, a.answers, a.response, a.finish, a.tokens, a.row) for a in seen] == [
+        ("p", ("0",), str(n), "length" if n == 2 else "stop", 1, {"level": 3}) for n in range(4)
+    ]
+    # the verdict says what is right, not the size of its reward
+    assert [r.right for r in report.responses] == [True, False, False, False]
     assert (table["pass@1"], table["truncated"], table["errors"]) == (0.25, 0.25, 2)
-    seen.clear()
-    run(grade_truncated=True)
-    assert [text for text, _ in seen] == ["0", "1", "2", "3"]
+
+
+def test_each_benchmark_has_its_own_k(tmp_path) -> None:
+    """32 of AIME, however many were drawn; all samples of a benchmark nobody knows; never more than there are."""
+
+    def responses(name: str, row: int, right: list[bool]) -> list[Response]:
+        return [Response(name, row, n, f"{name} {row}", ("1",), "", float(r), r, "x") for n, r in enumerate(right)]
+
+    rows = [
+        *responses("aime24", 1, [True] + [False] * 63),
+        *responses("mine", 1, [True, False, False]),
+        *responses("mine", 2, [False, False]),
+        *responses("math500", 1, [False, True]),
+    ]
+    report = Report(rows, resamples=50)
+    assert [report.own_k(name) for name in ("aime24", "mine", "math500")] == [32, 2, 2]
+    assert report.tables["aime24"]["pass@32"] == pytest.approx(0.5)  # one right of 64, in half of all subsets of 32
+    assert report.tables["mine"]["pass@2"] == pytest.approx((2 / 3 + 0) / 2)
+    assert {key for key in report.tables["math500"] if "pass" in key and "_" not in key} == {"pass@1", "pass@2"}
+    assert report.average["pass@k"] == pytest.approx((0.5 + 1 / 3 + 1) / 3)
+    assert report.metrics()["eval/average/pass@k"] == report.average["pass@k"]
+    report.save(tmp_path)
+    lines = (tmp_path / "results.md").read_text().splitlines()
+    assert lines[0] == "| benchmark | problems | samples | pass@1 | pass@k | k | truncated | tokens | errors |"
+    assert [line.split(" | ")[5] for line in lines[2:5]] == ["32", "2", "2"]
+    assert pq.read_table(tmp_path / "problems.parquet").column("k").to_pylist() == [32, 2, 2, 2]
+    one = Report(responses("mine", 1, [True]), resamples=50)
+    assert "pass@k" not in table_rows(one)[0]
 
 
 def test_comparison_is_paired_by_problem(whole, tmp_path) -> None:
@@ -220,9 +247,9 @@ def test_comparison_is_paired_by_problem(whole, tmp_path) -> None:
 
 def test_comparison_pairs_by_content_not_by_place(tmp_path) -> None:
     def report(rewards: dict[str, float]):
-        from attnrl.evaluation import Report
-
-        return Report([Response("b", row, 0, p, ("1",), "", r, "number") for row, (p, r) in enumerate(rewards.items())])
+        return Report(
+            [Response("b", row, 0, p, ("1",), "", r, bool(r), "number") for row, (p, r) in enumerate(rewards.items())]
+        )
 
     report({"p": 1, "q": 0, "r": 1}).save(tmp_path / "a")
     report({"r": 1, "p": 1, "q": 1}).save(tmp_path / "b")
@@ -240,4 +267,4 @@ def test_comparison_pairs_by_content_not_by_place(tmp_path) -> None:
 def test_jobs_stand_in_the_order_of_the_report() -> None:
     a, b = (Prompt(uid, as_ids([1]), ("1",)) for uid in "ab")
     jobs = all_jobs({"x": [a, b], "y": [b]}, {"x": 2, "y": 1})
-    assert jobs == [("x", 0, 0, a), ("x", 0, 1, a), ("x", 1, 0, b), ("x", 1, 1, b), ("y", 0, 0, b)]
+    assert jobs == [("x", 1, 0, a), ("x", 1, 1, a), ("x", 2, 0, b), ("x", 2, 1, b), ("y", 1, 0, b)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +15,12 @@ from attnrl.data.benchmarks import SIX, load_benchmark
 from attnrl.data.records import Record
 from attnrl.errors import DataError
 from attnrl.evaluation import grade_stored
+from attnrl.types import Verdict
 from attnrl.verify import Verifier
+
+_spec = importlib.util.spec_from_file_location("evaluation_fake", Path(__file__).parent / "fake.py")
+fake = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fake)
 
 
 def write(path, rows) -> str:
@@ -23,7 +30,7 @@ def write(path, rows) -> str:
 
 def grade(path, load=lambda name: pytest.fail("no benchmark was needed"), **options):
     with Verifier(workers=1) as verifier:
-        return grade_stored(path, verifier.grade, load, **options)
+        return grade_stored(path, lambda attempts: fake.grade(attempts, verifier, **options), load)
 
 
 def test_rows_of_one_problem_are_its_samples(tmp_path) -> None:
@@ -35,27 +42,37 @@ def test_rows_of_one_problem_are_its_samples(tmp_path) -> None:
     ]
     responses = grade(tmp_path / write(tmp_path / "mine.jsonl", rows).rpartition("/")[2])
     assert [(r.benchmark, r.row, r.sample, r.reward) for r in responses] == [
-        ("mine", 0, 0, 1.0),
-        ("mine", 1, 0, 0.0),
-        ("mine", 0, 1, 0.0),
+        ("mine", 1, 0, 1.0),
+        ("mine", 2, 0, 0.0),
         ("mine", 1, 1, 0.0),
+        ("mine", 2, 1, 0.0),
     ]
     assert responses[3].rule == "truncated"
     assert grade(tmp_path / "mine.jsonl", grade_truncated=True)[3].reward == 1.0
 
 
+def test_other_columns_and_whole_numbers_reach_the_reward(tmp_path) -> None:
+    rows = [{"response": "x", "gold": 2, "level": 3, "tests": ["a"], "finish": "length", "tokens": 9, "reward": 1.0}]
+    write(tmp_path / "r.jsonl", rows)
+    seen = []
+    grade_stored(tmp_path / "r.jsonl", lambda attempts: seen.extend(attempts) or [Verdict(0.0, "x")], None)
+    (attempt,) = seen
+    assert (attempt.answers, attempt.finish, attempt.tokens) == (("2",), "length", 9)
+    assert attempt.row == {"level": 3, "tests": ["a"]}
+
+
 def test_without_gold_the_benchmark_says_it(tmp_path) -> None:
     records = [Record("What is\n 6 x 7?", ("42",), "s", "s:0"), Record("What is 1?", ("1",), "s", "s:1")]
     rows = [
-        {"benchmark": "aime24", "row": 1, "response": r"\boxed{1}"},
+        {"benchmark": "aime24", "row": 2, "response": r"\boxed{1}"},
         {"benchmark": "aime24", "problem": "What is 6 x 7?", "responses": [r"\boxed{42}", r"\boxed{41}"]},
     ]
     write(tmp_path / "r.jsonl", rows)
     responses = grade(tmp_path / "r.jsonl", lambda name: records)
     assert [(r.row, r.sample, r.gold, r.reward) for r in responses] == [
-        (1, 0, ("1",), 1.0),
-        (0, 0, ("42",), 1.0),
-        (0, 1, ("42",), 0.0),
+        (2, 0, ("1",), 1.0),
+        (1, 0, ("42",), 1.0),
+        (1, 1, ("42",), 0.0),
     ]
 
 
@@ -66,14 +83,16 @@ def test_without_gold_the_benchmark_says_it(tmp_path) -> None:
         ({"response": "x"}, "no gold, and 'r' is no known benchmark"),
         ({"response": "x", "gold": " "}, "gold is empty"),
         ({"response": "x", "gold": "2", "finish": "eos"}, "finish is 'eos'"),
-        ({"response": "x", "benchmark": "aime24", "row": 9}, "aime24 has rows 0 to 0"),
+        ({"response": "x", "benchmark": "aime24", "row": 9}, "aime24 has rows 1 to 1"),
+        ({"response": "x", "benchmark": "aime24", "row": 0}, "rows are whole numbers, counted from 1"),
+        ({"response": "x", "gold": "2", "row": "first"}, "rows are whole numbers, counted from 1"),
         ({"response": "x", "benchmark": "aime24", "problem": "other"}, "is not in aime24"),
         ({"response": "x", "problem": "p", "gold": "3"}, "differs from"),
     ],
 )
 def test_wrong_rows_are_named(tmp_path, row, message) -> None:
     write(tmp_path / "r.jsonl", [{"response": r"\boxed{2}", "problem": "p", "gold": "2"}, row])
-    with pytest.raises(DataError, match=rf"r\.jsonl:1: .*{message}"):
+    with pytest.raises(DataError, match=rf"r\.jsonl:2: .*{message}"):
         grade(tmp_path / "r.jsonl", lambda name: [Record("q", ("1",), "s", "s:0")])
 
 
@@ -116,7 +135,7 @@ def test_golds_of_the_six_benchmarks_are_graded_as_right(tmp_path) -> None:
     rows = [
         {"benchmark": name, "row": row, "response": rf"</think> \boxed{{{record.answers[0]}}}"}
         for name in SIX
-        for row, record in enumerate(load_benchmark(name, data))
+        for row, record in enumerate(load_benchmark(name, data), start=1)
     ]
     file = write(tmp_path / "golds.jsonl", rows)
     assert cli.run(["eval", "--responses", file, "--data-dir", data, "--output", str(tmp_path / "out")]) == 0

@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnrl.cli import run as command_line
-from attnrl.data.tasks import TaskSpec
+from attnrl.config import TaskConfig
 from attnrl.errors import ConfigError
 from attnrl.local.examples import batches, make_batch, make_examples
 from attnrl.local.warmup import Shape, Warmup, WarmupOptions, prepare_warmup
 
-SPEC = TaskSpec(operations=(1, 2), modulus=5, distractors=(0, 0), sides=(0, 0), checks=(0, 0), givens=0)
+SPEC = TaskConfig(operations=(1, 2), modulus=5, distractors=(0, 0), sides=(0, 0), checks=(0, 0), givens=0)
 SHAPE = Shape(layers=2, width=64, heads=2, kv_heads=1)
 OPTIONS = WarmupOptions(
     tokens=20_000, batch_tokens=512, evaluations=2, evaluation_tasks=8, workers=0, warmup_updates=5, lr=5e-3

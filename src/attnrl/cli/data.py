@@ -2,7 +2,7 @@
 
 Reports on data files before training on them: rows, layout, empty answers,
 duplicates, conflicting and leaked answers, and benchmark problems among them,
-each with its rows (counted from 0).
+each with its rows (counted from 1).
 
 A FILE is parquet, json, jsonl (also .gz), a directory, or a hub data set such
 as openai/gsm8k or hf:openai/gsm8k/main:test.
@@ -24,7 +24,7 @@ import tyro
 from rich.console import Console
 
 from attnrl.cli.flags import read_flags, unset
-from attnrl.data.audit import Duplicate, Overlap, clean, contamination, duplicates, leaks
+from attnrl.data.audit import Duplicate, Overlap, clean, contamination, decontaminate, duplicates, leaks
 from attnrl.data.benchmarks import BENCHMARKS, load_benchmark
 from attnrl.data.records import Record, Records, load_records
 from attnrl.errors import ConfigError
@@ -156,13 +156,14 @@ def _write_clean(path: Path, records: list[Record], evals: list[Record]) -> None
     def same(answer: str, other: str) -> bool:
         return is_correct(f"\\boxed{{{answer}}}", other)
 
-    cleaned = clean(records, evals, same)
+    without = decontaminate(records, evals)
+    cleaned = clean(without.records, same)
     with path.open("w", encoding="utf-8") as out:
         for record in cleaned.records:
-            row = {"problem": record.problem, "answer": list(record.answers), "from": record.where, **record.info}
+            row = {**record.info, "problem": record.problem, "answer": list(record.answers), "from": record.where}
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
     print(
-        f"{path}: {len(cleaned.records)} of {len(records)} rows kept; left out: {cleaned.contaminated} benchmark "
+        f"{path}: {len(cleaned.records)} of {len(records)} rows kept; left out: {len(without.overlaps)} benchmark "
         f"problems, {cleaned.leaked} leaked answers, {cleaned.conflicting} in conflicting groups, "
         f"{cleaned.repeated} further copies"
     )

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import track
 
 from attnrl.cli.flags import read_flags
-from attnrl.data.task_graph import Kind, TaskSpec
+from attnrl.config import TaskConfig, TaskKind, explain
 from attnrl.errors import ConfigError, MissingFileError
 
 
@@ -54,13 +55,16 @@ class TaskFlags:
     """Quantities per step of a solution's plan."""
     wording: Literal["sentences", "list", "equations"] = "sentences"
     """How problems read: a list costs fewer prompt tokens; equations are easiest for small models."""
-    kinds: Annotated[tuple[Kind, ...], tyro.conf.arg(metavar="KIND ...")] = ("more", "fewer", "times", "plus", "minus")
+    kinds: Annotated[tuple[TaskKind, ...], tyro.conf.arg(metavar="KIND ...")] = TaskConfig().kinds
     """Operations in use: more, fewer, times, plus, minus."""
     names: int = 40
     """Size of the vocabulary of names, at most 40."""
 
-    def spec(self) -> TaskSpec:
-        return TaskSpec(**{name: getattr(self, name) for name in self.__dataclass_fields__})
+    def spec(self) -> TaskConfig:
+        try:
+            return TaskConfig(**{name: getattr(self, name) for name in self.__dataclass_fields__})
+        except ValidationError as error:
+            raise ConfigError(explain(error, "task settings")) from None
 
 
 @dataclass(frozen=True)

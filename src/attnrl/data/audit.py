@@ -244,25 +244,56 @@ def _shingles(text: bytes) -> NDArray[np.uint64]:
 
 
 @dataclass(frozen=True, slots=True)
+class Decontaminated:
+    """The records that no benchmark has, and what was dropped for repeating one."""
+
+    records: tuple[Record, ...]
+    overlaps: tuple[Overlap, ...]
+
+    def report(self) -> str:
+        """One line for the console."""
+        repeats = sum(overlap.kind == "repeat" for overlap in self.overlaps)
+        total = len(self.records) + len(self.overlaps)
+        return (
+            f"decontaminated: {len(self.records)} of {total} problems remain; "
+            f"{repeats} are a benchmark's, {len(self.overlaps) - repeats} nearly so"
+        )
+
+
+def decontaminate(records: Iterable[Record], evals: Iterable[Record]) -> Decontaminated:
+    """The records without benchmark problems, repeated or nearly so; order kept."""
+    rows = list(records)
+    overlaps = tuple(contamination(rows, evals))
+    dirty = {id(overlap.record) for overlap in overlaps}
+    return Decontaminated(tuple(record for record in rows if id(record) not in dirty), overlaps)
+
+
+@dataclass(frozen=True, slots=True)
 class Cleaned:
     """The records worth training on, and how many went for which reason (the first that applied, in this order)."""
 
     records: tuple[Record, ...]
-    contaminated: int
     leaked: int
     conflicting: int  # every member of a group whose answers disagree: none of them can be trusted
     repeated: int  # further copies of a problem that is kept
 
+    def report(self) -> str:
+        """One line for the console."""
+        total = len(self.records) + self.leaked + self.conflicting + self.repeated
+        return (
+            f"cleaned: {len(self.records)} of {total} problems remain; {self.leaked} state their answer, "
+            f"{self.conflicting} have conflicting answers, {self.repeated} repeat another"
+        )
 
-def clean(records: Iterable[Record], evals: Iterable[Record] = (), same: Same | None = None) -> Cleaned:
-    """The records without benchmark problems, leaked answers, conflicting groups and further copies; order kept.
+
+def clean(records: Iterable[Record], same: Same | None = None) -> Cleaned:
+    """The records without leaked answers, conflicting groups and further copies; order kept.
 
     Answers conflict when they differ beyond spacing and markup; `same` decides finer, so that 1/2 and 0.5 agree.
     """
     rows = list(records)
-    dirty = {id(overlap.record) for overlap in contamination(rows, evals)}
-    leaked = {id(record) for record in leaks(rows)} - dirty
-    rest = [record for record in rows if id(record) not in dirty | leaked]
+    leaked = {id(record) for record in leaks(rows)}
+    rest = [record for record in rows if id(record) not in leaked]
     conflicting: set[int] = set()
     repeated: set[int] = set()
     for group in duplicates(rest):
@@ -271,4 +302,4 @@ def clean(records: Iterable[Record], evals: Iterable[Record] = (), same: Same | 
         else:
             repeated.update(id(record) for record in group.records[1:])
     kept = tuple(record for record in rest if id(record) not in conflicting | repeated)
-    return Cleaned(kept, len(dirty), len(leaked), len(conflicting), len(repeated))
+    return Cleaned(kept, len(leaked), len(conflicting), len(repeated))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import os
 import re
+import ssl
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +25,7 @@ _HUB = re.compile(r"(?:hf:)?(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row as it stands in its file; `where` is file:row, rows counted from 0."""
+    """One row as it stands in its file; `where` is file:row, rows counted from 1."""
 
     where: str
     columns: dict[str, Any]
@@ -29,7 +34,7 @@ class Row:
 def iterate_rows(source: str | Path, split: str) -> Iterator[Row]:
     """The rows of a file, of every data file of a directory, or of a split of a hub data set, in order.
 
-    Rows count from 0 in each file, as pandas, pyarrow and `datasets` count them.
+    Rows count from 1 in each file, as the lines of a .jsonl file do; blank lines are no rows.
     """
     for label, path in find_files(source, split):
         yield from _read(label, path)
@@ -94,6 +99,11 @@ def _download(source: str, repo: str, config: str | None, split: str) -> list[tu
     # the base of a hub error is the error class of the HTTP library, which differs between versions of the client
     http: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
     failures: tuple[type[BaseException], ...] = (OSError, HFValidationError, *http)
+    if not constants.HF_HUB_OFFLINE and (reason := unreachable(constants.ENDPOINT)):
+        raise MissingFileError(
+            f"{source}: no such file here, and the hub ({constants.ENDPOINT}) cannot be reached: {reason}; "
+            "check the path or the network; HF_HUB_OFFLINE=1 takes what earlier runs downloaded"
+        )
     try:
         if constants.HF_HUB_OFFLINE:  # what earlier runs downloaded
             folder = Path(snapshot_download(repo, repo_type="dataset", local_files_only=True))
@@ -111,6 +121,32 @@ def _download(source: str, repo: str, config: str | None, split: str) -> list[tu
         ) from error
     data = [name for name in listed if name.endswith(SUFFIXES)]
     raise MissingFileError(f"{source}: the hub data set {repo} has no file for split {split!r}; it has: {_some(data)}")
+
+
+def unreachable(address: str, seconds: float = 4.0) -> str | None:
+    """Why nothing answers at an address, found within `seconds`; None where something does.
+
+    The hub's client tries again and again for minutes; this asks once. An answer of any kind will do, also an error or
+    a certificate that only the client knows. In a thread: looking up a name knows no time limit.
+    """
+    found: list[str | None] = [f"no answer within {seconds:.0f} seconds"]
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=seconds).close()
+            found[0] = None
+        except urllib.error.HTTPError:
+            found[0] = None
+        except OSError as error:
+            cause = getattr(error, "reason", error)
+            found[0] = None if isinstance(cause, ssl.SSLError) else str(cause)
+        except ValueError as error:  # no address at all
+            found[0] = str(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return found[0]
 
 
 def _read(label: str, path: Path) -> Iterator[Row]:
@@ -137,18 +173,16 @@ def _read_parquet(label: str, path: Path) -> Iterator[Row]:
 
     try:
         file = pq.ParquetFile(path)
-        row = 0
-        for batch in file.iter_batches(batch_size=4096):
-            for columns in batch.to_pylist():
-                yield Row(f"{label}:{row}", columns)
-                row += 1
+        batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=4096))
+        for row, columns in enumerate(itertools.chain.from_iterable(batches), start=1):
+            yield Row(f"{label}:{row}", columns)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise DataError(f"{label}: not a readable parquet file ({error}); copy or download it again") from error
 
 
 def _read_lines(label: str, text: str) -> Iterator[Row]:
     # not splitlines(): U+2028 and its kin are legal inside JSON strings
-    row = 0
+    row = 1
     for number, line in enumerate(io.StringIO(text, newline="\n"), start=1):
         if not line.strip():
             continue
@@ -175,7 +209,7 @@ def _read_json(label: str, text: str) -> Iterator[Row]:
         raise DataError(
             f"{label}: holds a {type(value).__name__}, not a list of rows; write a list of objects or .jsonl"
         )
-    for row, columns in enumerate(value):
+    for row, columns in enumerate(value, start=1):
         yield _row(label, row, columns)
 
 

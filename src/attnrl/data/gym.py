@@ -54,7 +54,7 @@ def gym_records(
                 )
             key = content_hash(problem)
             if (int(key, 16) % TEST_BUCKETS == 0) == (split == "test") and key not in records:
-                where = f"gym:{name}/{split}:{len(records)}"
+                where = f"gym:{name}/{split}:{len(records) + 1}"
                 records[key] = Record(problem, (answer,), f"gym:{name}", where, _info(entry))
         if drawn > 100 * TEST_BUCKETS + 20 * TEST_BUCKETS * count:
             raise DataError(f"reasoning-gym task {name!r}: only {len(records)} different {split} problems, not {count}")

@@ -2,7 +2,7 @@ r"""Records to prompts: the template, the model's chat template, token ids, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ def render_prompts(
     max_prompt_tokens: int,
     chat: bool | None = None,
     system: str | None = None,
+    chat_options: Mapping[str, Any] | None = None,
     unique: bool = True,
     progress: bool = True,
 ) -> tuple[list[Prompt], Dropped]:
@@ -52,13 +53,15 @@ def render_prompts(
 
     `{problem}` in the template is replaced as it stands; all other braces are the user's own. The text is one user
     message of the tokenizer's chat template, where it has one (`chat=None`); `chat=False` takes the bare text, and
-    `chat=True` insists on a chat template. A prompt's uid is the hash of its problem. `unique` keeps the first of
-    several records with one problem, so that a uid names one prompt; benchmarks set it to False to keep their rows.
+    `chat=True` insists on a chat template. A row's own system message stands before it, `system` instead of it ("":
+    none), and `chat_options` go to the chat template. A prompt's uid is the hash of its problem and of the row's own
+    system message, where it has one. `unique` keeps the first of several records with one uid, so that it names one
+    prompt; benchmarks set it to False to keep their rows.
     """
     _check(template, tokenizer, max_prompt_tokens, chat)
     uses_chat = bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
-    if system is not None and not uses_chat:
-        raise ConfigError("system: a system message needs a chat template; put it into the template instead")
+    options = dict(chat_options or {})
+    _check_chat(records, uses_chat, system, options)
     prompts: list[Prompt] = []
     overlong: list[str] = []
     repeated: list[str] = []
@@ -67,8 +70,11 @@ def render_prompts(
     for start in _track(range(0, len(records), _CHUNK), "tokenizing prompts", progress and len(records) > 4 * _CHUNK):
         chunk = records[start : start + _CHUNK]
         texts = [template.replace("{problem}", record.problem) for record in chunk]
-        for record, ids in zip(chunk, _token_ids(texts, tokenizer, uses_chat, system), strict=True):
-            uid = content_hash(record.problem)
+        systems = [record.system if system is None else system or None for record in chunk]
+        rendered = _render_chats(texts, systems, tokenizer, options) if uses_chat else texts
+        for record, ids in zip(chunk, _token_ids(rendered, tokenizer, uses_chat), strict=True):
+            own = () if system is not None or record.system is None else (record.system,)
+            uid = content_hash(record.problem, *own)
             if unique and uid in seen:
                 repeated.append(record.where)
             elif len(ids) > max_prompt_tokens:
@@ -76,13 +82,47 @@ def render_prompts(
                 shortest = min(shortest or len(ids), len(ids))
             else:
                 seen.add(uid)
-                prompts.append(Prompt(uid, as_ids(ids), record.answers, record.problem, record.source))
+                prompts.append(Prompt(uid, as_ids(ids), record.answers, record.problem, record.source, record.info))
     if records and not prompts:
         raise DataError(
             f"{records[0].source}: none of {len(records)} prompts has at most {max_prompt_tokens} tokens, "
             f"the shortest has {shortest}; raise max_prompt_tokens"
         )
     return prompts, Dropped(tuple(overlong), tuple(repeated))
+
+
+def render_benchmark(
+    name: str,
+    records: Sequence[Record],
+    tokenizer: Any,
+    *,
+    template: str = TEMPLATE,
+    max_prompt_tokens: int = 4096,
+    system: str | None = None,
+    chat_options: Mapping[str, Any] | None = None,
+) -> list[Prompt]:
+    """The prompts of a benchmark, one per row: leaving a problem out would change it, so an over-long one raises."""
+    prompts, dropped = render_prompts(
+        records,
+        tokenizer,
+        template=template,
+        max_prompt_tokens=max_prompt_tokens,
+        system=system,
+        chat_options=chat_options,
+        unique=False,
+    )
+    if dropped:
+        raise DataError(
+            f"benchmark {name}: {len(dropped)} of {len(records)} prompts have more than {max_prompt_tokens} tokens, "
+            f"the first is {dropped.overlong[0]}; raise evaluation.max_prompt_tokens (--max-prompt-tokens)"
+        )
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is not None and any((prompt.ids == unknown).any() for prompt in prompts):
+        raise ConfigError(
+            f"benchmark {name}: its prompts hold words that this model's tokenizer does not know; for a model of "
+            "made-up tasks give --template '{problem}' (data.template) and tasks of its own settings"
+        )
+    return prompts
 
 
 def _check(template: str, tokenizer: Any, max_prompt_tokens: int, chat: bool | None) -> None:
@@ -94,13 +134,43 @@ def _check(template: str, tokenizer: Any, max_prompt_tokens: int, chat: bool | N
         raise ConfigError("chat: this tokenizer has no chat template; leave chat unset or set it to false")
 
 
-def _token_ids(texts: list[str], tokenizer: Any, uses_chat: bool, system: str | None) -> list[list[int]]:
+def _check_chat(records: Sequence[Record], uses_chat: bool, system: str | None, options: Mapping[str, Any]) -> None:
+    if taken := {"tokenize", "add_generation_prompt", "conversation", "return_tensors"} & options.keys():
+        raise ConfigError(f"chat_options: {min(taken)} is set already; give options that the template itself reads")
     if uses_chat:
-        before = [] if system is None else [{"role": "system", "content": system}]
-        chats = [[*before, {"role": "user", "content": text}] for text in texts]
-        rendered = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
+        return
+    if options:
+        raise ConfigError("chat_options: this tokenizer has no chat template that could read them; leave them out")
+    if system:
+        raise ConfigError("system: a system message needs a chat template; put it into the template instead")
+    if system is None and (own := next((record for record in records if record.system is not None), None)):
+        raise DataError(
+            f"{own.where}: the row has a system message, and this tokenizer has no chat template to write it; "
+            'leave such messages out (data.system = "") or put the words into data.template'
+        )
+
+
+def _render_chats(texts: list[str], systems: list[str | None], tokenizer: Any, options: Mapping[str, Any]) -> list[str]:
+    """The texts as the chat template writes them, opened for the response."""
+    from jinja2 import TemplateError
+
+    rendered: list[str] = []
+    for text, system in zip(texts, systems, strict=True):
+        chat = [] if system is None else [{"role": "system", "content": system}]
+        chat.append({"role": "user", "content": text})
+        try:
+            rendered.append(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
+        except TemplateError as error:
+            what = "a system message" if system is not None else "a prompt"
+            message = f"the model's chat template refuses {what}: {error}; see data.system and data.chat_options"
+            raise ConfigError(message) from error
+    return rendered
+
+
+def _token_ids(texts: list[str], tokenizer: Any, uses_chat: bool) -> list[list[int]]:
+    if uses_chat:
         # the chat template wrote every special token itself; asking for them again would double the BOS token
-        return _plain_ids(tokenizer(rendered, add_special_tokens=False))
+        return _plain_ids(tokenizer(texts, add_special_tokens=False))
     ids = _plain_ids(tokenizer(texts, add_special_tokens=True))
     # a tokenizer may close a text with EOS; a prompt that ends so tells the model that the response is over
     eos = getattr(tokenizer, "eos_token_id", None)

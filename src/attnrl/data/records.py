@@ -6,18 +6,19 @@ without an answer are left out with their row numbers kept, or refused with `str
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from attnrl.data.files import Row, iterate_rows
 from attnrl.errors import DataError
 
 PROBLEM_COLUMNS = ("problem", "question", "query", "prompt", "input", "instruction")
 ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth", "target", "gold", "solution")
-INFO_COLUMNS = ("level", "type", "subject", "difficulty", "data_source", "offline_pass_rate", "id", "unique_id", "idx")
+LARGEST = 65_536  # characters of JSON that one other column may have
 
 # Instructions that data sets append or prepend to the problem; the template adds ours, so theirs would be a second one.
 _CLOSING = re.compile(
@@ -45,19 +46,20 @@ _UNIT = re.compile(r"\A(-?[\d.,/]+)\s*\([^()]*\)\Z")
 class Record:
     """One problem and its alternative answers.
 
-    >>> Record("1+1?", ("2",), source="sums.jsonl", where="sums.jsonl:0").answers
+    >>> Record("1+1?", ("2",), source="sums.jsonl", where="sums.jsonl:1").answers
     ('2',)
     """
 
     problem: str  # own words, instruction removed
     answers: tuple[str, ...]  # alternatives, each right; as written, outer white space removed
     source: str  # file or data set
-    where: str  # file:row, rows counted from 0
-    info: dict[str, Any] = field(default_factory=dict)  # level, subject, pass rate: whatever the row says
+    where: str  # file:row, rows counted from 1
+    info: dict[str, Any] = field(default_factory=dict)  # the row's other columns, as JSON holds them
+    system: str | None = None  # the row's own system message
 
     @property
     def row(self) -> int:
-        """The row number in its file, counted from 0."""
+        """The row number in its file, counted from 1."""
         return int(self.where.rpartition(":")[2])
 
 
@@ -110,25 +112,29 @@ def load_records(
     limit: int | None = None,
     allow_empty_answers: bool = False,
     strict: bool = False,
+    columns: Mapping[Literal["problem", "answer"], str] | None = None,
 ) -> Records:
     """The records of a file, a directory or a hub data set.
 
     A row without problem or answer is left out and kept in `skipped`; with `strict` it raises. `allow_empty_answers`
-    keeps rows without an answer, for sampling without grading. `limit` reads only the first rows.
+    keeps rows without an answer, for sampling without grading. `limit` reads only the first rows. `columns` names the
+    columns of problem and answer where they have names of their own.
     """
     records: list[Record] = []
     skipped: list[Skipped] = []
     layouts: dict[tuple[str, ...], tuple[str, ...]] = {}  # by column names: rows of one file seldom differ
+    unknown: DataError | None = None
     for row in iterate_rows(source, split):
         if limit is not None and len(records) + len(skipped) >= limit:
             break
         names = tuple(row.columns)
         if names not in layouts:
             try:
-                layouts[names] = find_layout(row, allow_empty_answers)
-            except DataError:
-                if strict or not records:  # rows before it had a layout, so this row is at fault, not the file
+                layouts[names] = find_layout(row, allow_empty_answers, columns)
+            except DataError as error:
+                if strict:
                     raise
+                unknown = unknown or error
                 skipped.append(Skipped(row.where, "no column with a problem or an answer"))
                 continue
         record = _record(row, str(source), layouts[names], allow_empty_answers)
@@ -141,6 +147,8 @@ def load_records(
             )
         else:
             skipped.append(record)
+    if not records and unknown is not None:  # no row has a layout, or none that has one holds anything
+        raise unknown
     if not records:
         why = f"all {len(skipped)} were left out, {skipped[0].where}: {skipped[0].reason}" if skipped else "it is empty"
         raise DataError(f"{source}: no usable row: {why}")
@@ -148,36 +156,49 @@ def load_records(
     return Records(tuple(records), str(source), layout, tuple(skipped))
 
 
-def find_layout(row: Row, allow_empty_answers: bool = False) -> tuple[str, ...]:
-    """The columns that hold problem and answer: a verl pair, body and question, or the first known names.
+def find_layout(
+    row: Row, allow_empty_answers: bool = False, columns: Mapping[Literal["problem", "answer"], str] | None = None
+) -> tuple[str, ...]:
+    """The columns that hold problem and answer: those named, a verl pair, body and question, or the first known names.
 
-    >>> find_layout(Row("f:0", {"Question": "1+1?", "answer": "2 #### 2"}))
+    >>> find_layout(Row("f:1", {"Question": "1+1?", "answer": "2 #### 2"}))
     ('question', 'answer')
+    >>> find_layout(Row("f:1", {"task": "1+1?", "answer": "3", "key": 2}), columns={"problem": "task", "answer": "key"})
+    ('task', 'key')
     """
     names = {name.lower() for name in row.columns}
-    if {"prompt", "reward_model"} <= names:
+    chosen: dict[str, str] = {part: name.lower() for part, name in (columns or {}).items()}
+    if missing := [name for part, name in chosen.items() if name not in names]:
+        raise DataError(
+            f"{row.where}: no column {missing[0]!r}, which data.columns names; columns found: "
+            f"{', '.join(row.columns) or 'none'}"
+        )
+    if not chosen and {"prompt", "reward_model"} <= names:
         return ("prompt", "reward_model")
-    answer = next((name for name in ANSWER_COLUMNS if name in names), None)
-    if {"body", "question"} <= names and answer:
+    answer = chosen.get("answer") or next((name for name in ANSWER_COLUMNS if name in names), None)
+    if not chosen and {"body", "question"} <= names and answer:
         return ("body", "question", answer)
-    problem = next((name for name in PROBLEM_COLUMNS if name in names), None)
+    others = (name for name in PROBLEM_COLUMNS if name in names and name != answer)
+    problem = chosen.get("problem") or next(others, None)
     if problem and (answer or allow_empty_answers):
         return (problem, answer) if answer else (problem,)
     raise DataError(
         f"{row.where}: unknown layout, columns found: {', '.join(row.columns) or 'none'}; known layouts: "
         f"prompt + reward_model (verl), body + question + answer, or a problem column ({', '.join(PROBLEM_COLUMNS)}) "
-        f"with an answer column ({', '.join(ANSWER_COLUMNS)}); rename the columns"
+        f"with an answer column ({', '.join(ANSWER_COLUMNS)}); name yours: "
+        'data.columns = {problem = "...", answer = "..."}'
     )
 
 
 def _record(row: Row, source: str, layout: tuple[str, ...], allow_empty_answers: bool) -> Record | Skipped:
     columns = {name.lower(): value for name, value in row.columns.items()}
-    if layout[0] == "body":
+    system = None
+    if len(layout) == 3:
         body, question = (str(columns[name] or "").strip() for name in layout[:2])
         problem = f"{body} {question}" if body[-1:] in ".?!" else f"{body}, {question}"
         answers = tuple(_UNIT.sub(r"\1", a) for a in parse_answers(columns[layout[2]]))
     else:
-        text = _text(columns[layout[0]])
+        text, system = _text(columns[layout[0]])
         if text is None:
             return Skipped(row.where, f"{layout[0]} is no text and no chat that ends in one user message")
         problem = strip_instruction(text)
@@ -186,23 +207,45 @@ def _record(row: Row, source: str, layout: tuple[str, ...], allow_empty_answers:
         return Skipped(row.where, "empty problem")
     if not answers and not allow_empty_answers:
         return Skipped(row.where, "empty answer")
-    info = {name: columns[name] for name in INFO_COLUMNS if columns.get(name) is not None}
-    return Record(problem.strip(), answers, source, row.where, info)
+    # a struct may hold more than the answer: tests, a style, what a reward of one's own reads
+    whole = layout if len(layout) < 2 or not isinstance(columns[layout[-1]], dict) else layout[:-1]
+    return Record(problem.strip(), answers, source, row.where, other_columns(row.columns, whole), system)
 
 
-def _text(value: object) -> str | None:
-    """The problem's text: a string, or the user message of a chat (a system message is the template's business)."""
+def other_columns(columns: Mapping[str, Any], used: Collection[str]) -> dict[str, Any]:
+    """The columns that are not among `used` (lower case), as JSON holds them: what a reward sees of a row.
+
+    Empty cells, and what JSON cannot hold or holds only in more than LARGEST characters, are left out.
+
+    >>> other_columns({"Problem": "1+1?", "level": 2, "image": b"...", "note": None}, ("problem",))
+    {'level': 2}
+    """
+    return {n: v for n, v in columns.items() if n.lower() not in used and v is not None and _fits_json(v)}
+
+
+def _fits_json(value: object) -> bool:
+    if isinstance(value, (bool, int)):
+        return True
     if isinstance(value, str):
-        return value
-    if value is None:
-        return ""
+        return len(value) <= LARGEST
+    try:
+        return len(json.dumps(value, allow_nan=False)) <= LARGEST
+    except (TypeError, ValueError):
+        return False
+
+
+def _text(value: object) -> tuple[str | None, str | None]:
+    """The problem's text and its system message: a string, or the one user message of a chat."""
+    if value is None or isinstance(value, str):
+        return value or "", None
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        return None
+        return None, None
+    systems = [turn.get("content") for turn in value if turn.get("role") == "system"]
     turns = [turn for turn in value if turn.get("role") != "system"]
-    if len(turns) != 1 or turns[0].get("role") != "user":
-        return None
+    if len(turns) != 1 or turns[0].get("role") != "user" or not all(isinstance(text, str) for text in systems):
+        return None, None
     content = turns[0].get("content")
-    return content if isinstance(content, str) else None
+    return (content if isinstance(content, str) else None), "\n\n".join(systems) or None
 
 
 def strip_instruction(text: str) -> str:

@@ -11,13 +11,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-from attnrl.errors import ConfigError
+from attnrl.config import TaskConfig, TaskKind
 from attnrl.types import content_hash
-
-Kind = Literal["more", "fewer", "times", "plus", "minus"]
-Wording = Literal["sentences", "list", "equations"]
 
 # fmt: off
 NAMES: tuple[str, ...] = (
@@ -27,69 +23,8 @@ NAMES: tuple[str, ...] = (
     "rings", "ropes", "rugs", "shells", "shoes", "spoons", "stars", "stones", "tents", "toys",
 )
 # fmt: on
-KINDS: tuple[Kind, ...] = ("more", "fewer", "times", "plus", "minus")
-SIGNS: dict[Kind, str] = {"more": "+", "fewer": "-", "times": "*", "plus": "+", "minus": "-"}
+SIGNS: dict[TaskKind, str] = {"more": "+", "fewer": "-", "times": "*", "plus": "+", "minus": "-"}
 CONSTANTS = (2, 9)  # range of the constants in "3 more", "3 fewer", "3 times"
-
-
-@dataclass(frozen=True, slots=True)
-class TaskSpec:
-    """What tasks look like. Ranges are inclusive.
-
-    >>> TaskSpec(operations=(2, 4), modulus=11).numbers
-    11
-    """
-
-    operations: tuple[int, int] = (4, 12)  # computations the asked quantity needs, 1 to 20
-    modulus: int | None = 23  # counts are taken modulo this; None: plain counts from 0 to `largest`
-    largest: int = 99  # largest count when there is no modulus
-    distractors: tuple[int, int] = (0, 4)  # quantities the asked one does not need
-    sides: tuple[int, int] = (0, 1)  # side chains that join the main chain; needs the kinds plus or minus
-    givens: int = 3  # most given counts that serve as second operands
-    checks: tuple[int, int] = (0, 2)  # re-computations of an earlier count in the solution
-    slips: float = 0.0  # chance that a computation first goes wrong and is corrected by a check
-    errors: float = 0.0  # chance that a computation goes wrong and stays so: solutions of a teacher that errs
-    plan_entries: int = 3  # quantities per step of the plan
-    wording: Wording = "sentences"  # equations are quoted word for word by the solution: easiest for small models
-    kinds: tuple[Kind, ...] = KINDS  # operations in use
-    names: int = len(NAMES)  # size of the vocabulary of names, at most 40
-
-    def __post_init__(self) -> None:
-        for key, bottom, top in (("operations", 1, 20), ("distractors", 0, 20), ("sides", 0, 4), ("checks", 0, 20)):
-            low, high = getattr(self, key)
-            if not bottom <= low <= high <= top:
-                raise ConfigError(f"{key} = {(low, high)}: give a range within {bottom} to {top}, smallest first")
-        if self.modulus is not None and not 5 <= self.modulus <= 1000:
-            raise ConfigError(f"modulus = {self.modulus}: must be 5 to 1000, or None for plain counts")
-        if self.modulus is None and self.largest < 2 * CONSTANTS[1]:
-            raise ConfigError(f"largest = {self.largest}: must be at least {2 * CONSTANTS[1]}")
-        if not 0.0 <= self.slips < 1.0:
-            raise ConfigError(f"slips = {self.slips}: must be at least 0 and below 1")
-        if not 0.0 <= self.errors < 1.0 or (self.errors and self.modulus is None):
-            raise ConfigError(f"errors = {self.errors}: must be at least 0 and below 1, and 0 without a modulus")
-        if self.plan_entries < 1 or self.givens < 0:
-            raise ConfigError("plan_entries must be at least 1 and givens at least 0")
-        if self.wording not in get_args(Wording):
-            raise ConfigError(f"wording = {self.wording!r}: must be one of {', '.join(get_args(Wording))}")
-        if not self.kinds or set(self.kinds) - set(KINDS) or not {"more", "fewer"} <= set(self.kinds):
-            raise ConfigError(f"kinds = {self.kinds}: must hold 'more' and 'fewer', and only {', '.join(KINDS)}")
-        if self.sides[1] and not {"plus", "minus"} & set(self.kinds):
-            raise ConfigError("sides above 0 need 'plus' or 'minus' among the kinds: a side chain joins by one of them")
-        if not self.most_names <= self.names <= len(NAMES):
-            raise ConfigError(
-                f"names = {self.names}: these tasks need {self.most_names} names (operations + 1 + sides + givens + "
-                f"distractors) and there are {len(NAMES)}; lower one of the ranges"
-            )
-
-    @property
-    def most_names(self) -> int:
-        """The number of names the largest task of this kind uses."""
-        return self.operations[1] + 1 + self.sides[1] + self.givens + self.distractors[1]
-
-    @property
-    def numbers(self) -> int:
-        """The number of counts that can occur: 0 to numbers - 1."""
-        return self.largest + 1 if self.modulus is None else self.modulus
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +37,7 @@ class Quantity:
 
     name: str
     value: int
-    kind: Kind | None = None  # None: given
+    kind: TaskKind | None = None  # None: given
     first: str = ""
     second: str = ""  # of plus and minus
     constant: int = 0  # of more, fewer and times
@@ -143,7 +78,7 @@ class Graph:
         return content_hash(str(modulus), self.asked.name, *sorted(_definition(q) for q in self.all))
 
 
-def draw_graph(spec: TaskSpec, rng: random.Random) -> Graph:
+def draw_graph(spec: TaskConfig, rng: random.Random) -> Graph:
     """A random graph: chains, given second operands and distractors, every count in range."""
     while True:
         names = rng.sample(NAMES[: spec.names], spec.names)
@@ -171,7 +106,7 @@ def draw_graph(spec: TaskSpec, rng: random.Random) -> Graph:
 
 
 def _draw_chain(
-    spec: TaskSpec,
+    spec: TaskConfig,
     rng: random.Random,
     names: list[str],
     length: int,
@@ -204,7 +139,7 @@ def _draw_chain(
 
 
 def _draw_operation(
-    spec: TaskSpec, rng: random.Random, name: str, first: Quantity, seconds: Sequence[Quantity]
+    spec: TaskConfig, rng: random.Random, name: str, first: Quantity, seconds: Sequence[Quantity]
 ) -> Quantity:
     """An operation on `first` whose result is in range: more or fewer always gives one."""
     seconds = [q for q in seconds if q.name != first.name]
@@ -223,7 +158,7 @@ def _draw_operation(
             return quantity
 
 
-def _apply(spec: TaskSpec, kind: Kind, first: int, second: int) -> int:
+def _apply(spec: TaskConfig, kind: TaskKind, first: int, second: int) -> int:
     value = {"+": first + second, "-": first - second, "*": first * second}[SIGNS[kind]]
     return value if spec.modulus is None else value % spec.modulus
 

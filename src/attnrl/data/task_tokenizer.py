@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from attnrl.data.tasks import LINES, MODULUS, NAMES, QUESTION, SENTENCES, TaskSpec
+from attnrl.config import TaskConfig
+from attnrl.data.tasks import LINES, MODULUS, NAMES, QUESTION, SENTENCES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,18 +30,18 @@ CHAT_TEMPLATE = (
 )
 
 
-def token_pattern(spec: TaskSpec) -> str:
+def token_pattern(spec: TaskConfig) -> str:
     """The regular expression of one token; with a modulus a number is one token, otherwise a digit is."""
     number = r" ?[0-9]" if spec.modulus is None else r" ?[0-9]+"
     return rf" ?\\boxed\{{| ?[A-Za-z]+|{number}|\n\n|\n| ?[=+*-]|[.,:?}}]"
 
 
-def vocabulary(spec: TaskSpec) -> list[str]:
+def vocabulary(spec: TaskConfig) -> list[str]:
     """The token texts of the task language, special tokens first.
 
-    >>> vocabulary(TaskSpec(modulus=11))[:4]
+    >>> vocabulary(TaskConfig(modulus=11))[:4]
     ['<pad>', '<eos>', '<bos>', '<unk>']
-    >>> "\\n\\n" in vocabulary(TaskSpec()) and " 22" in vocabulary(TaskSpec()) and " 23" in vocabulary(TaskSpec())
+    >>> "\\n\\n" in vocabulary(TaskConfig()) and " 22" in vocabulary(TaskConfig()) and " 23" in vocabulary(TaskConfig())
     True
     """
     templates = [*SENTENCES.values(), *LINES.values(), MODULUS, QUESTION]
@@ -57,7 +58,7 @@ def vocabulary(spec: TaskSpec) -> list[str]:
     return [*SPECIAL, *words, *numbers, *(f" {name}" for name in NAMES[: spec.names])]
 
 
-def task_tokenizer(spec: TaskSpec | None = None) -> PreTrainedTokenizerFast:
+def task_tokenizer(spec: TaskConfig | None = None) -> PreTrainedTokenizerFast:
     """A transformers tokenizer of the task language of `spec`; its chat template is the problem and a line break.
 
     Prompt and response meet at a line break, so encoding them apart or together gives the same ids.
@@ -65,7 +66,7 @@ def task_tokenizer(spec: TaskSpec | None = None) -> PreTrainedTokenizerFast:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    spec = spec or TaskSpec()
+    spec = spec or TaskConfig()
     ids = {word: i for i, word in enumerate(vocabulary(spec))}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(token_pattern(spec)), behavior="isolated")

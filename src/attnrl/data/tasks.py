@@ -12,14 +12,15 @@ import itertools
 import operator
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
+from attnrl.config import TaskConfig
 from attnrl.data.records import Record
-from attnrl.data.task_graph import NAMES, SIGNS, Graph, Quantity, TaskSpec, draw_graph
+from attnrl.data.task_graph import NAMES, SIGNS, Graph, Quantity, draw_graph
 from attnrl.errors import ConfigError
 
-__all__ = ["NAMES", "Task", "TaskSpec", "as_records", "different_tasks", "make_task", "make_tasks", "task_stream"]
+__all__ = ["NAMES", "Task", "as_records", "different_tasks", "make_task", "make_tasks", "task_stream"]
 
 Split = Literal["train", "test"]
 
@@ -52,13 +53,19 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 MODULUS = "All counts are modulo {modulus}."
 QUESTION = "How many {name} are there?"
 TEST_BUCKETS = 16  # one problem in this many belongs to the test split
+# The settings that choose a problem, in the order in which they are hashed: another order would give other tasks. The
+# seed has a place of its own, and errors touch solutions only.
+HASHED = (
+    "operations", "modulus", "largest", "distractors", "sides", "givens", "checks", "slips", "plan_entries", "wording",
+    "kinds", "names",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     r"""A problem with its worked solution.
 
-    >>> spec = TaskSpec(operations=(2, 2), distractors=(1, 1), sides=(0, 0), checks=(1, 1))
+    >>> spec = TaskConfig(operations=(2, 2), distractors=(1, 1), sides=(0, 0), checks=(1, 1))
     >>> task = make_task(spec, "train", 3)
     >>> print(task.problem.replace(". ", ".\n"))
     All counts are modulo 23.
@@ -90,8 +97,8 @@ class Task:
         return self.problem + "\n"
 
 
-def make_task(spec: TaskSpec, split: Split, index: int, seed: int = 0) -> Task:
-    """Task number `index` of a split: the same for the same arguments, on every machine.
+def make_task(spec: TaskConfig, split: Split, index: int, seed: int | None = None) -> Task:
+    """Task number `index` of a split: the same for the same arguments, on every machine; a seed overrules the config's.
 
     The hash of a problem's content decides whether it belongs to train or test, and graphs are drawn until one fits.
     Train and test are therefore disjoint for any two seeds and specs; a problem with its sentences in another order or
@@ -101,8 +108,9 @@ def make_task(spec: TaskSpec, split: Split, index: int, seed: int = 0) -> Task:
         raise ConfigError(f"split = {split!r}: must be 'train' or 'test'")
     if index < 0:
         raise ConfigError(f"index = {index}: must be at least 0")
-    settings = tuple(getattr(spec, f.name) for f in fields(spec) if f.name != "errors")  # errors touch solutions only
-    digest = hashlib.sha256(repr((settings, seed, split, index)).encode()).digest()
+    settings = tuple(getattr(spec, name) for name in HASHED)
+    number = spec.seed if seed is None else seed
+    digest = hashlib.sha256(repr((settings, number, split, index)).encode()).digest()
     rng = random.Random(int.from_bytes(digest, "big"))
     for _ in range(100 * TEST_BUCKETS):
         graph = draw_graph(spec, rng)
@@ -123,23 +131,23 @@ def make_task(spec: TaskSpec, split: Split, index: int, seed: int = 0) -> Task:
     )
 
 
-def task_stream(spec: TaskSpec, split: Split, seed: int = 0, start: int = 0) -> Iterator[Task]:
+def task_stream(spec: TaskConfig, split: Split, seed: int | None = None, start: int = 0) -> Iterator[Task]:
     """Tasks start, start + 1, ... of a split, without end."""
     return (make_task(spec, split, index, seed) for index in itertools.count(start))
 
 
-def make_tasks(spec: TaskSpec, split: Split, count: int, seed: int = 0) -> list[Task]:
+def make_tasks(spec: TaskConfig, split: Split, count: int, seed: int | None = None) -> list[Task]:
     """The first `count` different tasks of a split.
 
-    >>> [t.answer for t in make_tasks(TaskSpec(), "test", 3, seed=1)] == [
-    ...     make_task(TaskSpec(), "test", i, seed=1).answer for i in range(3)
+    >>> [t.answer for t in make_tasks(TaskConfig(), "test", 3, seed=1)] == [
+    ...     make_task(TaskConfig(), "test", i, seed=1).answer for i in range(3)
     ... ]
     True
     """
     return list(different_tasks(spec, split, count, seed))
 
 
-def different_tasks(spec: TaskSpec, split: Split, count: int, seed: int = 0) -> Iterator[Task]:
+def different_tasks(spec: TaskConfig, split: Split, count: int, seed: int | None = None) -> Iterator[Task]:
     """As `make_tasks`, one after the other."""
     seen: set[str] = set()
     for index, task in enumerate(task_stream(spec, split, seed)):
@@ -152,7 +160,9 @@ def different_tasks(spec: TaskSpec, split: Split, count: int, seed: int = 0) -> 
             yield task
 
 
-def as_records(spec: TaskSpec, split: Split, count: int, seed: int = 0, source: str = "tasks") -> list[Record]:
+def as_records(
+    spec: TaskConfig, split: Split, count: int, seed: int | None = None, source: str = "tasks"
+) -> list[Record]:
     """Tasks as records, so that they take the same path to prompts as any data set (with the template `{problem}`)."""
     return [
         Record(
@@ -162,11 +172,11 @@ def as_records(spec: TaskSpec, split: Split, count: int, seed: int = 0, source: 
             where=f"{source}/{split}:{row}",
             info={"operations": task.operations, "difficulty": task.difficulty, "split": task.split},
         )
-        for row, task in enumerate(make_tasks(spec, split, count, seed))
+        for row, task in enumerate(make_tasks(spec, split, count, seed), start=1)
     ]
 
 
-def write_problem(spec: TaskSpec, graph: Graph, rng: random.Random) -> str:
+def write_problem(spec: TaskConfig, graph: Graph, rng: random.Random) -> str:
     """The definitions in random order, and the question."""
     templates = WORDINGS[spec.wording]
     opening = [] if spec.modulus is None else [MODULUS.format(modulus=spec.modulus)]
@@ -181,7 +191,7 @@ def write_problem(spec: TaskSpec, graph: Graph, rng: random.Random) -> str:
     return separator.join([*opening, *body, QUESTION.format(name=graph.asked.name)])
 
 
-def write_solution(spec: TaskSpec, graph: Graph, rng: random.Random) -> str:
+def write_solution(spec: TaskConfig, graph: Graph, rng: random.Random) -> str:
     """Plan, computations, checks and the boxed answer, apart by blank lines.
 
     With `errors` the writer goes wrong in some computations without noticing, and goes on from there.
@@ -213,7 +223,7 @@ def write_solution(spec: TaskSpec, graph: Graph, rng: random.Random) -> str:
     return "\n\n".join(steps)
 
 
-def _believed_values(spec: TaskSpec, graph: Graph, rng: random.Random) -> dict[str, int]:
+def _believed_values(spec: TaskConfig, graph: Graph, rng: random.Random) -> dict[str, int]:
     """What the writer takes each quantity to be: the truth, unless `errors` struck in it or in one it stands on."""
     values = {q.name: q.value for q in graph.all}
     if not spec.errors:
@@ -229,7 +239,7 @@ def _believed_values(spec: TaskSpec, graph: Graph, rng: random.Random) -> dict[s
     return values
 
 
-def _other(value: int, spec: TaskSpec, rng: random.Random) -> int:
+def _other(value: int, spec: TaskConfig, rng: random.Random) -> int:
     """Another count than this."""
     return (value + rng.randrange(1, spec.numbers)) % spec.numbers
 

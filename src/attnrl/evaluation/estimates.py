@@ -63,7 +63,7 @@ def interval(means: NDArray[np.float64], level: float = LEVEL) -> tuple[float, f
 
 
 def summarize(
-    rewards: Sequence[Sequence[float]],
+    right: Sequence[Sequence[bool]],
     truncated: Sequence[Sequence[bool]],
     lengths: Sequence[Sequence[int]],
     ks: Sequence[int] = (1,),
@@ -77,22 +77,23 @@ def summarize(
     (share of responses cut off by the length limit), `mean_tokens`, `problems` and `responses`. pass@1 is the mean over
     problems of the share of right responses. `truncated` and `mean_tokens` are NaN where nothing is known of them.
 
-    >>> table = summarize([[1, 0], [1, 1]], [[False, True], [False, False]], [[10, 30], [20, 20]], ks=(1, 2))
+    >>> right, truncated = [[True, False], [True, True]], [[False, True], [False, False]]
+    >>> table = summarize(right, truncated, [[10, 30], [20, 20]], ks=(1, 2))
     >>> table["pass@1"], table["pass@2"], table["truncated"], table["mean_tokens"]
     (0.75, 1.0, 0.25, 20.0)
     """
-    if not rewards or not all(len(row) for row in rewards):
+    if not right or not all(len(row) for row in right):
         raise ConfigError("nothing to summarize: every problem needs at least one graded response")
     table: dict[str, float] = {}
     for k in sorted(set(ks) | {1}):
-        estimates = problem_estimates(rewards, k)
+        estimates = problem_estimates(right, k)
         low, high = interval(bootstrap_means(estimates, seed=seed, resamples=resamples))
         table |= {f"pass@{k}": float(np.mean(estimates)), f"pass@{k}_low": low, f"pass@{k}_high": high}
     return table | {
         "truncated": _mean(truncated),
         "mean_tokens": _mean(lengths),
-        "problems": float(len(rewards)),
-        "responses": float(sum(map(len, rewards))),
+        "problems": float(len(right)),
+        "responses": float(sum(map(len, right))),
     }
 
 
@@ -102,6 +103,6 @@ def _mean(rows: Sequence[Sequence[float]]) -> float:
     return float(np.mean(entries)) if entries else math.nan
 
 
-def problem_estimates(rewards: Sequence[Sequence[float]], k: int) -> list[float]:
+def problem_estimates(right: Sequence[Sequence[bool]], k: int) -> list[float]:
     """pass@k of each problem."""
-    return [pass_at_k(len(row), sum(reward > 0.5 for reward in row), k) for row in rewards]
+    return [pass_at_k(len(row), sum(row), k) for row in right]

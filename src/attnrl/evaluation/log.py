@@ -53,7 +53,7 @@ def open_log(directory: Path, settings: Mapping[str, Any]) -> Iterator[ResponseL
 
 def _parse(path: Path, text: bytes) -> list[Response]:
     responses = []
-    for number, line in enumerate(text.split(b"\n")[:-1]):
+    for number, line in enumerate(text.split(b"\n")[:-1], start=1):
         try:
             responses.append(Response.from_json(line.decode()))
         except (ValueError, KeyError, TypeError) as error:

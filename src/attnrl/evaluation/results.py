@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from attnrl.data.benchmarks import BENCHMARKS
 from attnrl.errors import ConfigError, DataError
 from attnrl.evaluation.estimates import RESAMPLES, bootstrap_means, interval, problem_estimates, summarize
-from attnrl.types import Finish, content_hash
+from attnrl.types import Attempt, Finish, Verdict, content_hash
 
 PROBLEMS, RESPONSES, RESULTS, MARKDOWN, SETTINGS = (
     "problems.parquet",
@@ -37,26 +38,43 @@ PROBLEMS, RESPONSES, RESULTS, MARKDOWN, SETTINGS = (
 class Response:
     """One graded response.
 
-    >>> Response("tasks", 0, 0, "1+1?", ("2",), "2", 1.0, "number").right
-    True
+    >>> attempt = Attempt("1+1?", ("2",), "It is 2.", tokens=5)
+    >>> Response.of("tasks", 1, 0, attempt, Verdict(0.9, "judge", right=False)).right
+    False
     """
 
     benchmark: str
-    row: int  # of the problem in its benchmark
-    sample: int  # number of the response among those to the same problem
+    row: int  # of the problem in its benchmark, counted from 1
+    sample: int  # number of the response among those to the same problem, from 0
     problem: str
     gold: tuple[str, ...]
     response: str
     reward: float
+    right: bool  # what the verdict says; pass@k counts it
     rule: str
     answer: str | None = None
-    error: str | None = None  # of the verifier, kept apart from "wrong"
+    error: str | None = None  # of ours, kept apart from "wrong"
     finish: Finish | None = None  # None: not known
     tokens: int | None = None  # None: not known
 
-    @property
-    def right(self) -> bool:
-        return self.reward > 0.5
+    @classmethod
+    def of(cls, benchmark: str, row: int, sample: int, attempt: Attempt, verdict: Verdict) -> Response:
+        """The response of a graded attempt."""
+        return cls(
+            benchmark,
+            row,
+            sample,
+            attempt.problem,
+            attempt.answers,
+            attempt.response,
+            verdict.reward,
+            verdict.right,
+            verdict.rule,
+            verdict.answer,
+            verdict.error,
+            attempt.finish,
+            attempt.tokens or None,
+        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=True)
@@ -72,7 +90,7 @@ class Report:
     """All graded responses of an evaluation and what they amount to. Not slotted: tables are computed once."""
 
     responses: Sequence[Response]
-    ks: tuple[int, ...] = (1,)
+    ks: tuple[int, ...] | None = None  # of pass@k; None: each benchmark's own, see `own_k`
     settings: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0  # of the bootstrap
     resamples: int = RESAMPLES
@@ -90,21 +108,30 @@ class Report:
 
     @cached_property
     def tables(self) -> dict[str, dict[str, float]]:
-        """benchmark -> its numbers (see `summarize`, and `errors`: responses the verifier could not decide)."""
-        return {name: self._table(list(rows.values())) for name, rows in self.groups.items()}
+        """benchmark -> its numbers (see `summarize`, and `errors`: responses that could not be graded)."""
+        return {name: self._table(list(rows.values()), self.ks_of(name)) for name, rows in self.groups.items()}
 
-    def _table(self, problems: list[list[Response]]) -> dict[str, float]:
-        fewest, most = min(map(len, problems)), max(self.ks)
+    def own_k(self, benchmark: str) -> int:
+        """The benchmark's own k: the number of samples the paper draws of it, or as many as every problem has."""
+        fewest = min(map(len, self.groups[benchmark].values()))
+        return min(fewest, BENCHMARKS[benchmark].samples) if benchmark in BENCHMARKS else fewest
+
+    def ks_of(self, benchmark: str) -> tuple[int, ...]:
+        """The k of a benchmark's numbers, 1 among them."""
+        return tuple(sorted({1, *(self.ks or (self.own_k(benchmark),))}))
+
+    def _table(self, problems: list[list[Response]], ks: tuple[int, ...]) -> dict[str, float]:
+        fewest, most = min(map(len, problems)), max(ks)
         if most > fewest:
             raise ConfigError(
                 f"pass@{most} cannot be estimated: benchmark {problems[0][0].benchmark} has a problem with only "
                 f"{fewest} sample{'s' * (fewest != 1)}; draw at least {most} samples or ask for a smaller k"
             )
         table = summarize(
-            [[r.reward for r in rows] for rows in problems],
+            [[r.right for r in rows] for rows in problems],
             [[r.finish == "length" for r in rows if r.finish is not None] for rows in problems],
             [[r.tokens for r in rows if r.tokens is not None] for rows in problems],
-            self.ks,
+            ks,
             seed=self.seed,
             resamples=self.resamples,
         )
@@ -112,17 +139,29 @@ class Report:
 
     @cached_property
     def average(self) -> dict[str, float]:
-        """The mean over benchmarks of each pass@k ("Avg."), with its interval: each benchmark's problems resampled."""
+        """The mean over benchmarks of each pass@k ("Avg."), with its interval: each benchmark's problems resampled.
+
+        Where each benchmark has its own k, the mean over those is called pass@k.
+        """
         table: dict[str, float] = {}
-        for k in sorted({1, *self.ks}):
-            means = []
-            for number, rows in enumerate(self.groups.values()):
-                estimates = problem_estimates([[r.reward for r in problem] for problem in rows.values()], k)
+        for column in self.columns:
+            means, centres = [], []
+            for number, (name, rows) in enumerate(self.groups.items()):
+                k = self.own_k(name) if column is None else column
+                estimates = problem_estimates([[r.right for r in problem] for problem in rows.values()], k)
                 means.append(bootstrap_means(estimates, seed=self.seed + 1000 * number, resamples=self.resamples))
+                centres.append(self.tables[name][f"pass@{k}"])
             low, high = interval(np.mean(means, axis=0))
-            centre = float(np.mean([numbers[f"pass@{k}"] for numbers in self.tables.values()]))
-            table |= {f"pass@{k}": centre, f"pass@{k}_low": low, f"pass@{k}_high": high}
+            key = f"pass@{column or 'k'}"
+            table |= {key: float(np.mean(centres)), f"{key}_low": low, f"{key}_high": high}
         return table
+
+    @property
+    def columns(self) -> tuple[int | None, ...]:
+        """The k of each pass@k column; None: each benchmark's own, left out where that is 1 for all of them."""
+        if self.ks is not None:
+            return tuple(sorted({1, *self.ks}))
+        return (1, None) if any(self.own_k(name) > 1 for name in self.groups) else (1,)
 
     def metrics(self) -> dict[str, float]:
         """Flat `eval/BENCHMARK/NUMBER` metrics, and `eval/average/...` over several benchmarks."""
@@ -150,8 +189,11 @@ class Report:
                     "errors": sum(r.error is not None for r in responses),
                     "mean_tokens": float(np.mean(tokens)) if tokens else None,
                 }
-                for k in sorted({1, *self.ks}):
-                    numbers[f"pass@{k}"] = problem_estimates([[r.reward for r in responses]], k)[0]
+                own = self.own_k(benchmark)
+                for k in self.columns:
+                    numbers[f"pass@{k or 'k'}"] = problem_estimates([[r.right for r in responses]], k or own)[0]
+                if None in self.columns:
+                    numbers["k"] = own
                 rows.append(numbers)
         return rows
 
@@ -195,8 +237,9 @@ def load_problem_rows(path: Path) -> list[dict[str, Any]]:
 
 def table_rows(report: Report) -> list[list[str]]:
     """The table people read: header first, one row per benchmark, and the average of several."""
-    ks = sorted({1, *report.ks})
-    header = ["benchmark", "problems", "samples", *(f"pass@{k}" for k in ks), "truncated", "tokens", "errors"]
+    ks = report.columns
+    columns = [f"pass@{k or 'k'}" for k in ks] + ["k"] * (None in ks)
+    header = ["benchmark", "problems", "samples", *columns, "truncated", "tokens", "errors"]
     rows = [header]
     for name, table in report.tables.items():
         samples = table["responses"] / table["problems"]
@@ -205,18 +248,21 @@ def table_rows(report: Report) -> list[list[str]]:
                 name,
                 f"{table['problems']:.0f}",
                 f"{samples:.0f}" if samples.is_integer() else f"{samples:.1f}",
-                *(percent(table, k) for k in ks),
+                *(percent(table, k or report.own_k(name)) for k in ks),
+                *([str(report.own_k(name))] * (None in ks)),
                 "-" if math.isnan(table["truncated"]) else f"{100 * table['truncated']:.1f} %",
                 "-" if math.isnan(table["mean_tokens"]) else f"{table['mean_tokens']:,.0f}",
                 f"{table['errors']:.0f}",
             ]
         )
     if len(report.tables) > 1:
-        rows.append(["Avg.", "", "", *(percent(report.average, k) for k in ks), "", "", ""])
+        rows.append(
+            ["Avg.", "", "", *(percent(report.average, k or "k") for k in ks), *([""] * (None in ks)), "", "", ""]
+        )
     return rows
 
 
-def percent(table: Mapping[str, float], k: int) -> str:
+def percent(table: Mapping[str, float], k: int | str) -> str:
     low, high = table[f"pass@{k}_low"], table[f"pass@{k}_high"]
     return f"{100 * table[f'pass@{k}']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
 

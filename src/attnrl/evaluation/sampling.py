@@ -9,19 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from attnrl.backend import Backend
+from attnrl.backend import Sampler
 from attnrl.errors import ConfigError
 from attnrl.evaluation.estimates import RESAMPLES
 from attnrl.evaluation.log import ResponseLog, open_log
 from attnrl.evaluation.results import Report, Response
-from attnrl.types import Ids, Prompt, Request, Rollout, Sampling, Verdict, content_hash
+from attnrl.types import Attempt, Ids, Prompt, Request, Rollout, Sampling, Verdict, content_hash
 
-Grade = Callable[[Sequence[tuple[str, Sequence[str]]]], list[Verdict]]
-Job = tuple[str, int, int, Prompt]  # benchmark, row, sample, prompt
+Grade = Callable[[Sequence[Attempt]], list[Verdict]]
+Job = tuple[str, int, int, Prompt]  # benchmark, row (from 1), sample, prompt
 
 
 def evaluate(
-    backend: Backend,
+    sampler: Sampler,
     prompts: Mapping[str, Sequence[Prompt]],
     *,
     decode: Callable[[Ids], str],
@@ -30,11 +30,10 @@ def evaluate(
     sampling: Sampling,
     max_tokens: int,
     seed: int = 0,
-    ks: Sequence[int] = (1,),
+    ks: Sequence[int] | None = None,
     out_dir: Path | None = None,
     settings: Mapping[str, Any] | None = None,
     chunk: int | None = None,
-    grade_truncated: bool = False,
     resamples: int = RESAMPLES,
     progress: bool = False,
 ) -> Report:
@@ -43,8 +42,8 @@ def evaluate(
     Each response has a random stream of its own, made of seed, benchmark, row and sample number: chunks, order and
     interruptions do not change it. With `out_dir` the responses are kept there as they come, `chunk` at a time, and a
     second call with the same settings continues where the first ended, to the same report; `settings` adds entries
-    (the model's name) that must agree too. A response cut off by the length limit counts as wrong unless
-    `grade_truncated`.
+    (the model's name, the reward's options) that must agree too. `ks` None is each benchmark's own k (`Report.own_k`).
+    What a response cut off by the length limit is worth, `grade` says: it sees how each one finished.
     """
     counts = {name: samples if isinstance(samples, int) else samples[name] for name in prompts}
     check_samples(counts, ks)
@@ -57,18 +56,19 @@ def evaluate(
         **asdict(sampling),
         "max_tokens": max_tokens,
         "seed": seed,
-        "grade_truncated": grade_truncated,
         "prompts": {name: _fingerprint(rows) for name, rows in prompts.items()},
     }
 
     def draw(batch: Sequence[Job]) -> list[Response]:
-        requests = [Request(p.ids, max_tokens, request_seed(seed, name, row, n)) for name, row, n, p in batch]
-        rollouts = backend.generate(requests, sampling)
-        return grade_rollouts(batch, rollouts, decode=decode, grade=grade, grade_truncated=grade_truncated)
+        requests = [
+            Request(p.ids, max_tokens, request_seed(seed, name, row - 1, n), f"{p.uid}/{n}")
+            for name, row, n, p in batch
+        ]
+        return grade_rollouts(batch, sampler.generate(requests, sampling), decode=decode, grade=grade)
 
     with open_log(out_dir, asked) if out_dir is not None else nullcontext() as log:
         responses = _draw_all(jobs, draw, log, chunk or (512 if log is not None else len(jobs)), progress)
-    report = Report(responses, ks=tuple(ks), settings=asked, seed=seed, resamples=resamples)
+    report = Report(responses, ks=None if ks is None else tuple(ks), settings=asked, seed=seed, resamples=resamples)
     if out_dir is not None:
         report.save(out_dir)
     return report
@@ -81,7 +81,7 @@ def all_jobs(prompts: Mapping[str, Sequence[Prompt]], samples: Mapping[str, int]
     return [
         (name, row, sample, prompt)
         for name, rows in prompts.items()
-        for row, prompt in enumerate(rows)
+        for row, prompt in enumerate(rows, start=1)
         for sample in range(samples[name])
     ]
 
@@ -108,42 +108,19 @@ def _draw_all(
 
 
 def grade_rollouts(
-    jobs: Sequence[Job],
-    rollouts: Sequence[Rollout],
-    *,
-    decode: Callable[[Ids], str],
-    grade: Grade,
-    grade_truncated: bool,
+    jobs: Sequence[Job], rollouts: Sequence[Rollout], *, decode: Callable[[Ids], str], grade: Grade
 ) -> list[Response]:
-    """The graded responses. A truncated one is not graded: what stands in its last box is no final answer."""
-    texts = [decode(rollout.ids) for rollout in rollouts]
-    graded = [i for i, rollout in enumerate(rollouts) if rollout.finish == "stop" or grade_truncated]
-    verdicts = dict(zip(graded, grade([(texts[i], jobs[i][3].answers) for i in graded]), strict=True))
-    cut_off = Verdict(reward=0.0, rule="truncated")
-    responses = []
-    for i, ((name, row, sample, prompt), rollout) in enumerate(zip(jobs, rollouts, strict=True)):
-        verdict = verdicts.get(i, cut_off)
-        responses.append(
-            Response(
-                benchmark=name,
-                row=row,
-                sample=sample,
-                problem=prompt.problem,
-                gold=prompt.answers,
-                response=texts[i],
-                reward=verdict.reward,
-                rule=verdict.rule,
-                answer=verdict.answer,
-                error=verdict.error,
-                finish=rollout.finish,
-                tokens=len(rollout.ids),
-            )
-        )
-    return responses
+    """The graded responses."""
+    attempts = [
+        Attempt(prompt.problem, prompt.answers, decode(rollout.ids), rollout.finish, len(rollout.ids), prompt.row)
+        for (_, _, _, prompt), rollout in zip(jobs, rollouts, strict=True)
+    ]
+    graded = zip(jobs, attempts, grade(attempts), strict=True)
+    return [Response.of(*job[:3], attempt, verdict) for job, attempt, verdict in graded]
 
 
 def request_seed(seed: int, benchmark: str, row: int, sample: int) -> int:
-    """The random stream of one response: 63 bits that depend on these four alone.
+    """The random stream of one response: 63 bits that depend on these four alone; the row counts from 0 here.
 
     >>> request_seed(0, "aime24", 3, 1) == request_seed(0, "aime24", 3, 1) != request_seed(0, "aime24", 3, 2)
     True
@@ -152,16 +129,16 @@ def request_seed(seed: int, benchmark: str, row: int, sample: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def check_samples(samples: Mapping[str, int], ks: Sequence[int]) -> None:
+def check_samples(samples: Mapping[str, int], ks: Sequence[int] | None = None) -> None:
     """Raise where pass@k cannot be estimated from that many samples; callers ask before they load a model."""
     if not samples:
         raise ConfigError("nothing to evaluate: name at least one benchmark")
-    if not ks or min(ks) < 1:
+    if ks is not None and (not ks or min(ks) < 1):
         raise ConfigError(f"k = {list(ks)}: give one or more numbers of at least 1")
     for name, count in samples.items():
         if count < 1:
             raise ConfigError(f"samples = {count} for benchmark {name}: must be at least 1")
-        if max(ks) > count:
+        if ks is not None and max(ks) > count:
             raise ConfigError(
                 f"pass@{max(ks)} cannot be estimated from {count} sample{'s' * (count != 1)} per problem of benchmark "
                 f"{name}; raise samples to at least {max(ks)} or ask for a smaller k"

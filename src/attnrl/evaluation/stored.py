@@ -5,9 +5,10 @@ One row per response, in parquet, json or jsonl(.gz), with the columns
   gold       right answer, or a list of alternatives (also called answer, answers, ground_truth)
   benchmark  name of its table row; by default the file's name
   problem    the problem's text: rows with the same benchmark and problem are samples of one problem
-  row        its number in the benchmark, instead of the text (or `id`, any label)
-  finish     "stop" or "length" (cut off by the length limit: counts as wrong); optional
+  row        its number in the benchmark, from 1, instead of the text (or `id`, any label)
+  finish     "stop" or "length" (cut off by the length limit); optional
   tokens     its length; optional
+All columns that are not among these reach the reward.
 Without `gold`, the benchmark must be one of the known ones and `row` or `problem` must say which problem it is. Without
 problem, row and id, every line is a problem of its own.
 """
@@ -16,67 +17,72 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from attnrl.data.benchmarks import BENCHMARKS
 from attnrl.data.files import Row, iterate_rows
-from attnrl.data.records import Record
+from attnrl.data.records import Record, other_columns
 from attnrl.errors import DataError
 from attnrl.evaluation.results import Response
 from attnrl.evaluation.sampling import Grade
-from attnrl.types import Finish
+from attnrl.types import Attempt, Finish
 
 GOLD = ("gold", "answers", "answer", "ground_truth")
+VERDICT = ("reward", "right", "rule", "error", "sample")  # what responses.jsonl says of a response besides
+COLUMNS = frozenset((*GOLD, *VERDICT, "response", "responses", "benchmark", "problem", "row", "id", "finish", "tokens"))
+Place = tuple[str, int, int]  # benchmark, row (from 1), sample
 LoadBenchmark = Callable[[str], Sequence[Record]]
 
 
-def grade_stored(path: Path, grade: Grade, load: LoadBenchmark, *, grade_truncated: bool = False) -> list[Response]:
+def grade_stored(path: Path, grade: Grade, load: LoadBenchmark) -> list[Response]:
     """The graded responses of a file; reward or verdict columns of the file are not looked at.
 
     `load` gives the records of a known benchmark, for rows without gold.
     """
-    responses = read_stored(path, load)
-    graded = [i for i, r in enumerate(responses) if r.finish != "length" or grade_truncated]
-    verdicts = grade([(responses[i].response, responses[i].gold) for i in graded])
-    for i, v in zip(graded, verdicts, strict=True):
-        responses[i] = replace(responses[i], reward=v.reward, rule=v.rule, answer=v.answer, error=v.error)
-    return responses
+    stored = read_stored(path, load)
+    verdicts = grade([attempt for _, attempt in stored])
+    return [Response.of(*place, attempt, v) for (place, attempt), v in zip(stored, verdicts, strict=True)]
 
 
-def read_stored(path: Path, load: LoadBenchmark) -> list[Response]:
-    """The responses of a file, each matched with its problem and gold, not yet graded (rule "truncated", reward 0)."""
+def read_stored(path: Path, load: LoadBenchmark) -> list[tuple[Place, Attempt]]:
+    """The responses of a file, not yet graded, each with its place and matched with its problem and gold."""
     loaded: dict[str, Sequence[Record]] = {}
     numbers: dict[tuple[str, Any], int] = {}  # (benchmark, problem or label) -> row
     golds: dict[tuple[str, int], tuple[str, ...]] = {}
-    responses: list[Response] = []
+    stored: list[tuple[Place, Attempt]] = []
     samples: Counter[tuple[str, int]] = Counter()
     for line in iterate_rows(path, "train"):
         columns = line.columns
         benchmark = str(columns.get("benchmark") or path.name.split(".")[0])
         problem, gold = str(columns.get("problem") or ""), _gold(line)
+        others = other_columns(columns, COLUMNS)
         if gold is None:
             record, row = _look_up(line, benchmark, problem, loaded, load)
-            problem, gold = record.problem, record.answers
+            problem, gold, others = record.problem, record.answers, record.info | others
         elif columns.get("row") is not None:
-            row = int(columns["row"])
+            row = _number(line)
         else:
-            row = numbers.setdefault((benchmark, problem or columns.get("id") or line.where), len(numbers))
+            row = numbers.setdefault((benchmark, problem or columns.get("id") or line.where), len(numbers) + 1)
         key = (benchmark, row)
         if golds.setdefault(key, gold) != gold:
             raise DataError(
                 f"{line.where}: gold {gold} differs from {golds[key]} in an earlier row of the same problem"
             )
         for text in _texts(line):
-            finish, tokens = _finish(line), columns.get("tokens")
-            responses.append(
-                Response(*key, samples[key], problem, gold, text, 0.0, "truncated", finish=finish, tokens=tokens)
-            )
+            attempt = Attempt(problem, gold, text, _finish(line), int(columns.get("tokens") or 0), others)
+            stored.append(((*key, samples[key]), attempt))
             samples[key] += 1
-    if not responses:
+    if not stored:
         raise DataError(f"{path}: no responses in it")
-    return responses
+    return stored
+
+
+def _number(line: Row) -> int:
+    row = line.columns["row"]
+    if isinstance(row, bool) or not isinstance(row, int) or row < 1:
+        raise DataError(f"{line.where}: row is {row!r}; rows are whole numbers, counted from 1")
+    return row
 
 
 def _finish(line: Row) -> Finish | None:
@@ -116,13 +122,13 @@ def _look_up(
     if benchmark not in loaded:
         loaded[benchmark] = load(benchmark)
     records = loaded[benchmark]
-    row = line.columns.get("row")
-    if row is not None:
-        if not isinstance(row, int) or not 0 <= row < len(records):
-            raise DataError(f"{line.where}: row is {row!r}; {benchmark} has rows 0 to {len(records) - 1}")
-        return records[row], row
+    if line.columns.get("row") is not None:
+        row = _number(line)
+        if row > len(records):
+            raise DataError(f"{line.where}: row is {row}; {benchmark} has rows 1 to {len(records)}")
+        return records[row - 1], row
     words = problem.split()
-    for number, record in enumerate(records):
+    for number, record in enumerate(records, start=1):
         if words and record.problem.split() == words:
             return record, number
     raise DataError(f"{line.where}: no gold, and its problem is not in {benchmark}; add the column gold or row")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attnrl.algo.adaptive import BUDGETS, FILTERS, full_batch, most_points
 from attnrl.algo.advantages import ESTIMATORS
 from attnrl.algo.branching import RULES
-from attnrl.algo.credit import CREDITS
+from attnrl.algo.credit import CREDITS, no_credit
 from attnrl.algo.parts import bind, find, read_by
 from attnrl.algo.steps import SEGMENTERS
 from attnrl.config import AlgoConfig, Config
@@ -30,12 +31,12 @@ KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {  # the parts of [algo] th
 }
 
 
-def check_parts(config: Config) -> dict[str, Callable[..., Any]]:
+def check_parts(config: Config) -> dict[str, partial[Any]]:
     """The named parts of [algo] with their options bound. A wrong name or option, or a key of [algo] that is set but
     taken by none of them, raises ConfigError.
     """
     knobs = config.algo.model_dump()
-    bound: dict[str, Callable[..., Any]] = {}
+    bound: dict[str, partial[Any]] = {}
     for kind, table in KINDS.items():
         try:
             bound[kind] = bind(table, knobs[kind], knobs[f"{kind}_options"], knobs)
@@ -54,7 +55,7 @@ def check_parts(config: Config) -> dict[str, Callable[..., Any]]:
     return bound
 
 
-def check_taken(algo: AlgoConfig, bound: Mapping[str, Callable[..., Any]]) -> None:
+def check_taken(algo: AlgoConfig, bound: Mapping[str, partial[Any]]) -> None:
     """Raise where a key of [algo] has another value than its default and nothing takes it."""
     read = frozenset[str]().union(*map(read_by, bound.values()))
     taken = {name for part in bound.values() for name in getattr(part, "keywords", {})}
@@ -68,7 +69,7 @@ def check_taken(algo: AlgoConfig, bound: Mapping[str, Callable[..., Any]]) -> No
             raise ConfigError(f"algo.{key} = {value!r} is set, but nothing takes it ({names}); leave it out")
 
 
-def target_samples(config: Config, bound: Mapping[str, Callable[..., Any]]) -> int | None:
+def target_samples(config: Config, bound: Mapping[str, partial[Any]]) -> int | None:
     """B' of Eq. 10 for these parts; None where a rule does not say how many points it gives."""
     algo = config.algo
     return full_batch(
@@ -87,7 +88,7 @@ def scoring_of(config: Config, parts: Sequence[Callable[..., Any]]) -> Scoring |
 
 def build_parts(
     config: Config,
-    bound: Mapping[str, Callable[..., Any]],
+    bound: Mapping[str, partial[Any]],
     backend: Backend,
     stream: Stream,
     tokenizer: Any,
@@ -102,7 +103,7 @@ def build_parts(
 
 def assemble(
     config: Config,
-    bound: Mapping[str, Callable[..., Any]],
+    bound: Mapping[str, partial[Any]],
     backend: Backend,
     stream: Stream,
     texts: Callable[[Ids], list[str]],
@@ -121,7 +122,7 @@ def assemble(
         filter=bound["filter"],
         budget=bound["budget"],
         estimator=bound["estimator"],
-        credit=bound["credit"] if algo.credit != "none" else None,
+        credit=None if bound["credit"].func is no_credit else bound["credit"],
         sampling=Sampling(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k),
         scoring=scoring_of(config, [bound["rule"], bound["filter"]]),
         max_response_tokens=config.sampling.max_response_tokens,

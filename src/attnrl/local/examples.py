@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnrl.data.tasks import Task, TaskSpec, make_task
+from attnrl.config import TaskConfig
+from attnrl.data.tasks import Task, make_task
 from attnrl.types import Ids, as_ids
 
 STRIDE = 1_000_000  # task indices set aside for one batch, far more than it can hold
@@ -26,7 +27,7 @@ STRIDE = 1_000_000  # task indices set aside for one batch, far more than it can
 class Recipe:
     """What the batches are made of: the same recipe and index give the same batch on every machine."""
 
-    spec: TaskSpec
+    spec: TaskConfig
     tokenizer_file: str  # tokenizer.json
     before: str  # template text before the problem
     after: str  # template text between problem and solution

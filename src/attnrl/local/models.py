@@ -16,9 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from attnrl.config import ModelConfig
+from attnrl.data.files import unreachable
 from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
 from attnrl.scoring.entropy import logits_head
 
+# Any of these makes a directory one with a tokenizer: the fast form, or the vocabulary of a slow one.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -60,6 +66,19 @@ def check_model_path(name_or_path: str | Path) -> str:
     return name
 
 
+def check_reachable(name: str) -> None:
+    """Raise, within seconds, where a hub name is neither in the cache nor to be had: the hub's client tries for long."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if Path(name).is_dir() or constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    if reason := unreachable(constants.ENDPOINT):
+        raise MissingFileError(
+            f"no model directory {name}, and the hub ({constants.ENDPOINT}) cannot be reached: {reason}; "
+            "check the path or the network, or name the directory of a download"
+        )
+
+
 def load_model(name_or_path: str | Path, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any]:
     """(model, tokenizer) by directory or hub name; see `load_weights`."""
     name = check_model_path(name_or_path)
@@ -74,6 +93,7 @@ def load_weights(name_or_path: str | Path, *, device: str = "auto", dtype: str =
     name = check_model_path(name_or_path)
     target = pick_device(device)
     torch_dtype = pick_dtype(dtype, target)
+    check_reachable(name)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -100,6 +120,11 @@ def load_tokenizer(name: str | Path) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if Path(name).is_dir() and not any(Path(name, file).is_file() for file in TOKENIZER_FILES):
+        raise MissingFileError(
+            f"{name} holds a model but no tokenizer (tokenizer.json or another of its kinds); copy the tokenizer files "
+            "of the model it was made from, or write them with tokenizer.save_pretrained"
+        )
     file = Path(name, "tokenizer_config.json")
     declared = json.loads(file.read_text("utf-8")).get("tokenizer_class") if file.is_file() else None
     plain_class = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")

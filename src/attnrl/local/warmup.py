@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from attnrl.data.tasks import TaskSpec
+from attnrl.config import TaskConfig
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.local.examples import Example, Examples, Recipe, batches, make_examples
 from attnrl.local.logprobs import packed_hidden, token_logprobs
@@ -287,7 +287,7 @@ class Warmup:
             exported.to(DTYPES[self.options.save_dtype]).save_pretrained(path)
         self.tokenizer.save_pretrained(path)
         record = {
-            "task": asdict(self.recipe.spec),
+            "task": self.recipe.spec.model_dump(),
             "options": asdict(self.options),
             "result": self.history[-1] if self.history else {},
         }
@@ -302,7 +302,7 @@ class Warmup:
 
 def prepare_warmup(
     output: Path,
-    spec: TaskSpec,
+    spec: TaskConfig,
     options: WarmupOptions,
     *,
     shape: Shape | None = None,

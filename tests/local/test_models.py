@@ -1,0 +1,44 @@
+"""Loading models by directory and by hub name: what is missing is said, and at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from attnrl.errors import MissingFileError
+from attnrl.local.models import load_model, load_tokenizer
+
+DEMO = Path(str(resources.files("attnrl"))) / "assets" / "demo_model"
+
+
+def test_a_model_directory_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    for file in DEMO.iterdir():
+        if not file.name.startswith(("tokenizer", "special", "chat")):
+            shutil.copy(file, tmp_path)
+    for load in (load_tokenizer, lambda path: load_model(path, device="cpu")):
+        with pytest.raises(MissingFileError, match="holds a model but no tokenizer"):
+            load(tmp_path)
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    shutil.copy(DEMO / "tokenizer_config.json", tmp_path)
+    assert len(load_tokenizer(tmp_path)) == len(load_tokenizer(DEMO))
+
+
+def test_a_hub_model_that_cannot_be_had_is_said_at_once(tmp_path: Path) -> None:
+    # in a process of its own: huggingface_hub reads its address once; nothing listens there
+    script = "from attnrl.local.models import load_model; load_model('people/model', device='cpu')"
+    with socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{refusing.getsockname()[1]}"
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}
+        environment.pop("HF_HUB_OFFLINE", None)
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+        )
+    assert f"no model directory people/model, and the hub ({address}) cannot be reached" in done.stderr
