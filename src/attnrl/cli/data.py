@@ -1,4 +1,4 @@
-"""attnrl data FILE ... [--against NAME ...] [--clean FILE.jsonl]
+"""attnrl data FILE ... [--against NAME,NAME] [--clean FILE.jsonl]
 
 Reports on data files before training on them: rows, layout, empty answers,
 duplicates, conflicting and leaked answers, and benchmark problems among them,
@@ -8,7 +8,7 @@ A FILE is parquet, json, jsonl (also .gz), a directory, or a hub data set such
 as openai/gsm8k or hf:openai/gsm8k/main:test.
 
 Examples:
-  attnrl data train.parquet --against aime24 math500
+  attnrl data train.parquet --against aime24,math500
   attnrl data train.parquet --against all --clean clean.jsonl
 """
 
@@ -16,44 +16,40 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
+from pydantic import Field
 from rich.console import Console
 
-from attnrl.cli.flags import read_flags, unset
+from attnrl.cli.flags import read_flags
+from attnrl.config import Names, Section
 from attnrl.data.audit import Duplicate, Overlap, clean, contamination, decontaminate, duplicates, leaks
 from attnrl.data.benchmarks import BENCHMARKS, load_benchmark
 from attnrl.data.records import Record, Records, load_records
-from attnrl.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class DataFlags(Section):
     """The flags of `attnrl data`."""
 
-    files: Annotated[tyro.conf.Positional[tuple[str, ...]], unset("FILE ...")]
-    """Files or data sets to report on."""
-    against: Annotated[tuple[str, ...], unset("NAME ...")] = ()
+    files: Names
+    """at least one file or hub data set; `attnrl data --help` shows how."""
+    against: Names = ()
     """Benchmarks (aime24, aime25, amc23, math500, minerva, olympiad, gsm8k; or all) or files that no row may repeat."""
     split: str = "train"
     """Split to take of a directory or hub data set."""
-    clean: Annotated[Path | None, unset("FILE.jsonl")] = None
+    clean: Path | None = None
     """Write the rows worth training on here: no contamination, no leaked or conflicting answers, one copy of each."""
-    json: Annotated[Path | None, unset("FILE.json")] = None
+    json_file: Path | None = None
     """Write the report here as JSON, with every row number."""
-    rows: int = 12
+    rows: int = Field(12, ge=0)
     """Row numbers to show for each finding; 0 shows all."""
 
 
 def main(argv: list[str]) -> int | None:
     """Print the report; with --clean write the rows worth keeping."""
-    options = read_flags(Options, argv, str(__doc__))
+    options, _ = read_flags(DataFlags, argv, str(__doc__), words="files")
     evals = [record for name in _names(options.against) for record in _benchmark(name, options.split)]
-    if not options.files:
-        raise ConfigError("name at least one file or hub data set; `attnrl data --help` shows how")
     reports: list[dict[str, Any]] = []
     kept: list[Record] = []
     console = Console(stderr=True)
@@ -64,8 +60,8 @@ def main(argv: list[str]) -> int | None:
         _show(report, options.rows)
         reports.append(report)
         kept.extend(records)
-    if options.json is not None:
-        options.json.write_text(json.dumps(reports, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if options.json_file is not None:
+        options.json_file.write_text(json.dumps(reports, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if options.clean is not None:
         _write_clean(options.clean, kept, evals)
     return 0

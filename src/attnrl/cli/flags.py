@@ -27,15 +27,22 @@ Flags = TypeVar("Flags", bound=Section)
 
 
 def read_flags(
-    kind: type[Flags], argv: Sequence[str], about: str, *, short: Mapping[str, str] | None = None, words: str = ""
+    kind: type[Flags],
+    argv: Sequence[str],
+    about: str,
+    *,
+    short: Mapping[str, str] | None = None,
+    words: str = "",
+    flat: str = "",
 ) -> tuple[Flags, dict[str, Any]]:
     """The flags of a command as a `kind`, and the keys of the config that were set, dotted.
 
     `short` names keys of the config by shorter names; None: the command takes no keys of the config. `words` is the
-    field that takes the words between flags. `--help` prints what the command is about, then its flags, and ends.
+    field that takes the words between flags. The keys of the section `flat` of `kind` need no prefix. `--help` prints
+    what the command is about, then its flags, and ends.
     """
     if wants_help(argv):
-        show(f"{about.rstrip()}\n\n{describe_flags(kind, short, words)}")
+        show(f"{about.rstrip()}\n\n{describe_flags(kind, short, words, flat)}")
         raise SystemExit(0)
     own, overrides, given = {}, {}, []
     rest = list(argv)
@@ -46,10 +53,11 @@ def read_flags(
             continue
         raw, equals, text = word[2:].partition("=")
         name = ".".join(part.replace("-", "_") for part in raw.split("."))
+        name = f"{flat}.{name}" if flat and _has(kind, f"{flat}.{name}") else name
         key = (short or {}).get(name, name)
         section, values = (kind, own) if _has(kind, name) and name != words else (Config, overrides)
         if section is Config and (short is None or not _has(Config, key)):
-            raise ConfigError(unknown_flag(raw, kind, short, words))
+            raise ConfigError(unknown_flag(raw, kind, short, words, flat))
         wanted = annotation(section, name if section is kind else key)
         if wanted is bool and not equals and (not rest or rest[0].lower() not in ("true", "false")):
             text = "true"
@@ -155,9 +163,11 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def unknown_flag(name: str, kind: type[BaseModel], short: Mapping[str, str] | None, words: str) -> str:
+def unknown_flag(
+    name: str, kind: type[BaseModel], short: Mapping[str, str] | None, words: str, flat: str = ""
+) -> str:
     """What is wrong with a flag that no command of this kind has, and which it may have been."""
-    known = [key for key in keys(kind) if key != words]
+    known = [key.removeprefix(f"{flat}.") if flat else key for key in keys(kind) if key != words]
     if short is not None:
         known += [*short, *keys()]
     hint = near(name.replace("-", "_"), known).replace("'", "").replace("mean ", "mean --").replace("_", "-")
@@ -179,12 +189,13 @@ def _explain_own(error: ValidationError, kind: type[BaseModel], words: str) -> s
     return "\n  ".join(lines)
 
 
-def describe_flags(kind: type[BaseModel], short: Mapping[str, str] | None, words: str) -> str:
+def describe_flags(kind: type[BaseModel], short: Mapping[str, str] | None, words: str, flat: str = "") -> str:
     """The flags of a command with their defaults and lines of documentation."""
     entries = []
     for key, line in keys(kind).items():
         if key != words:
-            entries.append((f"--{key.replace('_', '-')}{_default(kind, key)}", line))
+            name = key.removeprefix(f"{flat}.") if flat else key
+            entries.append((f"--{name.replace('_', '-')}{_default(kind, key)}", line))
     for name, key in (short or {}).items():
         entries.append((f"--{name.replace('_', '-')}{_default(Config, key)}", f"{keys()[key]} ({key})"))
     if short is not None:

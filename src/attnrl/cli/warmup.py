@@ -13,44 +13,40 @@ Examples:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from attnrl.cli.assemble import model_path
-from attnrl.cli.flags import read_flags, unset
-from attnrl.cli.tasks import TaskFlags
+from attnrl.cli.flags import read_flags
+from attnrl.config import Section, TaskConfig
+from attnrl.launch.models import model_path
 from attnrl.local.warmup import Shape, WarmupOptions, prepare_warmup
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
+class WarmupFlags(Section):
     """The flags of `attnrl warmup`."""
 
     output: Path
     """Directory to write to; it must not hold a model yet."""
-    model: Annotated[str | None, unset("MODEL")] = None
+    model: str | None = None
     """Start from this model directory or hub name ("demo": comes with attnrl), with its tokenizer, not a new model."""
     device: str = "auto"
     """auto (CUDA where there is one), cpu, cuda."""
     dtype: str = "auto"
     """Weights during training: auto (bfloat16 on CUDA, float32 elsewhere), float32, bfloat16. Optimizer: float32."""
-    training: tyro.conf.OmitArgPrefixes[WarmupOptions] = field(default_factory=lambda: WarmupOptions(seconds=300.0))
-    shape: Shape = field(default_factory=Shape)
-    task: TaskFlags = field(default_factory=TaskFlags)
+    training: WarmupOptions = WarmupOptions(seconds=300.0)
+    shape: Shape = Shape()
+    task: TaskConfig = TaskConfig()
 
 
 def main(argv: list[str]) -> int | None:
     """Warm up, save, and say how good the model is."""
-    arguments = read_flags(Arguments, argv, str(__doc__))
+    arguments, _ = read_flags(WarmupFlags, argv, str(__doc__), flat="training")
     console = Console()
     run = prepare_warmup(
         arguments.output,
-        arguments.task.spec(),
+        arguments.task,
         arguments.training,
         shape=arguments.shape,
         model=model_path(arguments.model) if arguments.model is not None else None,

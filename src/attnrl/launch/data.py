@@ -42,11 +42,13 @@ def train_records(config: Config, say: Say) -> list[Record]:
         records += found.records
     if data.decontaminate:
         benchmarks = [load_benchmark(name, data.directory) for name in data.decontaminate]
-        records, report = decontaminate(records, [record for rows in benchmarks for record in rows])
-        say(report)
+        without = decontaminate(records, [record for rows in benchmarks for record in rows])
+        say(without.report())
+        records = list(without.records)
     if data.clean:
-        records, report = clean(records)
-        say(report)
+        cleaned = clean(records)
+        say(cleaned.report())
+        records = list(cleaned.records)
     return records
 
 

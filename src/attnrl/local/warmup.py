@@ -10,14 +10,15 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
+from pydantic import Field, model_validator
 
-from attnrl.config import TaskConfig
+from attnrl.config import Section, TaskConfig
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.local.examples import Example, Examples, Recipe, batches, make_examples
 from attnrl.local.logprobs import packed_hidden, token_logprobs
@@ -41,8 +42,7 @@ MARK = "\u241f"  # stands for the problem while the chat template is taken apart
 Observer = Callable[[float, dict[str, float]], None]  # share of the budget used, metrics
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(Section):
     """The architecture of a new model."""
 
     family: Literal["qwen3", "llama", "qwen2"] = "qwen3"
@@ -62,28 +62,29 @@ class Shape:
     positions: int = 4096
     """Longest sequence."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
         if self.heads % self.kv_heads:
-            raise ConfigError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}")
+            raise ValueError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}")
         if self.head_size < 32 or self.head_size % 2:
-            raise ConfigError(f"head_size must be even and at least 32, not {self.head_size}")
+            raise ValueError(f"head_size must be even and at least 32, not {self.head_size}")
+        return self
 
 
-@dataclass(frozen=True, slots=True)
-class WarmupOptions:
+class WarmupOptions(Section):
     """Budget, schedule and checks of a warm-up."""
 
-    seconds: float | None = None
+    seconds: float | None = Field(None, gt=0)
     """Time budget, from the first batch on; the learning rate reaches its end exactly then."""
-    tokens: int | None = None
+    tokens: int | None = Field(None, gt=0)
     """Token budget (prompts included); with both budgets the first one to run out ends it."""
     target_accuracy: float | None = None
     """Stop once held-out accuracy reaches this share."""
-    batch_tokens: int = 32768
+    batch_tokens: int = Field(32768, gt=0)
     """Packed tokens per update."""
-    microbatch_tokens: int | None = None
+    microbatch_tokens: int | None = Field(None, gt=0)
     """Tokens per forward and backward; by default all of a batch."""
-    lr: float = 2e-3
+    lr: float = Field(2e-3, gt=0)
     """Highest learning rate."""
     final_lr: float = 0.02
     """Share of `lr` at the end of the budget."""
@@ -99,7 +100,7 @@ class WarmupOptions:
     """Gradients are scaled down to this global norm."""
     evaluations: int = 8
     """Held-out checks, spread evenly over the budget; the last one after the end."""
-    evaluation_tasks: int = 256
+    evaluation_tasks: int = Field(256, gt=0)
     """Held-out tasks in each check."""
     temperature: float = 1.0
     """Sampling temperature of the checks."""
@@ -110,13 +111,11 @@ class WarmupOptions:
     save_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Weights in the saved model."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
         if self.seconds is None and self.tokens is None:
-            raise ConfigError("a warm-up needs a budget: --seconds, --tokens or both")
-        for name in ("seconds", "tokens", "batch_tokens", "lr", "evaluation_tasks", "microbatch_tokens"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name} must be greater than 0, not {value}")
+            raise ValueError("a warm-up needs a budget: --seconds, --tokens or both")
+        return self
 
     def learning_rate(self, share: float, updates: int) -> float:
         """After `updates` updates and this share of the budget.
@@ -288,7 +287,7 @@ class Warmup:
         self.tokenizer.save_pretrained(path)
         record = {
             "task": self.recipe.spec.model_dump(),
-            "options": asdict(self.options),
+            "options": self.options.model_dump(),
             "result": self.history[-1] if self.history else {},
         }
         (path / "warmup.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
