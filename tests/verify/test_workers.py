@@ -215,6 +215,9 @@ def test_a_thread_that_breaks_leaves_nobody_waiting(log: Path) -> None:
     assert ask(pool, "echo").error == "broken"
     pool.close()
     assert pool.open_jobs == 0
+    for thread in threading.enumerate():
+        if thread.name == "attnrl-verify":
+            thread.join(JOIN)  # its exception belongs to this test
 
 
 def test_closing_answers_what_waits_or_gives_it_up(log: Path) -> None:
