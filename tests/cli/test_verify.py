@@ -35,17 +35,29 @@ def test_verdicts_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         {"id": 1, "gold": "0.5", "reward": 1.0, "rule": "number", "answer": r"\frac{1}{2}", "error": None},
         {"id": 2, "gold": ["4", "5"], "reward": 0.0, "rule": "number", "answer": "3", "error": None},
         {"id": 3, "gold": "", "reward": 0.0, "rule": "empty_gold", "answer": None, "error": "empty_gold"},
-        {"id": 4, "gold": "3", "reward": 0.0, "rule": "limit", "answer": "9^{9^{9^{9}}}", "error": "limit"},
+        {"id": 4, "gold": "3", "reward": 0.0, "rule": "limit", "answer": "9^{9^{9^{9}}}", "error": None},
     ]
     table = capsys.readouterr().out
     counts = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in table.splitlines() if "│" in line}
-    assert (counts["right"], counts["wrong"], counts["error: empty_gold"], counts["error: limit"]) == (
-        "1",
-        "1",
-        "1",
-        "1",
-    )
+    assert (counts["right"], counts["wrong"], counts["error: empty_gold"]) == ("1", "2", "1")
+    assert counts["by rule: limit"] == "1"
     assert counts["by rule: number"] == "2"
+
+
+def test_a_null_gold_is_named_by_its_row_and_the_others_are_graded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [ROWS[0], {"response": r"\boxed{1}", "gold": None}, {"response": r"\boxed{1}", "gold": [None]}]
+    rows += [{"response": r"\boxed{1}", "gold": [None, "1"]}]
+    source = _write(tmp_path / "a.jsonl", list(rows))
+    assert run(["verify", str(source)]) == 0
+    said = capsys.readouterr().out
+    assert "a.jsonl:2: the gold is null" in said
+    assert "a.jsonl:3: the gold is null" in said
+    assert "a.jsonl:4" not in said
+    verdicts = [json.loads(line) for line in (tmp_path / "a.jsonl.verdicts.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in verdicts] == [1.0, 0.0, 0.0, 1.0]
+    assert [row["error"] for row in verdicts] == [None, "empty_gold", "empty_gold", None]
 
 
 def test_the_output_stands_beside_the_input_by_default(tmp_path: Path) -> None:

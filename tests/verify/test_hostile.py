@@ -220,15 +220,53 @@ def test_hostile_responses_end_and_earn_nothing(verifier: Verifier, response: st
 
 
 @pytest.mark.parametrize("name", ["tower of 9, 9 high", "factorial", "huge exponent", "digits", "nested fractions"])
-def test_too_much_work_is_an_error_not_a_wrong_answer(verifier: Verifier, name: str) -> None:
+def test_too_much_work_is_wrong_or_training_would_learn_to_ask_for_it(verifier: Verifier, name: str) -> None:
     (verdict,) = _grade(verifier, [(CASES[name], "42")])
-    assert verdict.error == "limit"
+    assert (verdict.rule, verdict.error) == ("limit", None)
 
 
-def test_too_long_is_an_error_of_its_own(verifier: Verifier) -> None:
+def test_too_long_is_wrong_by_a_rule_of_its_own(verifier: Verifier) -> None:
     (verdict,) = _grade(verifier, [(_box("4" * 100_000), "42")])
-    assert verdict.error == "too_long"
+    assert (verdict.rule, verdict.error) == ("too_long", None)
     assert len(verdict.answer or "") <= 200
+
+
+@pytest.mark.parametrize("response", CASES.values(), ids=CASES)
+def test_no_hostile_response_is_left_out_as_an_error(verifier: Verifier, response: str) -> None:
+    (verdict,) = _grade(verifier, [(response, "42")])
+    assert verdict.error is None
+
+
+@pytest.mark.parametrize(
+    ("gold", "error"),
+    [
+        ("99999999!", "gold_limit"),
+        ("4" * 5000, "gold_too_long"),
+        (r"\frac{1}{" * 300 + "42" + "}" * 300, "gold_limit"),
+        (r"\lim_{x \to 0} 99999999!", "gold_timeout"),
+    ],
+    ids=["limit", "too long", "deep", "symbolic"],
+)
+def test_a_gold_that_breaks_things_is_an_error_of_its_row(verifier: Verifier, gold: str, error: str) -> None:
+    broken, sound = _grade(verifier, [(_box("42"), gold), (_box("42"), "42")])
+    assert (broken.reward, broken.error) == (0.0, error)
+    assert (sound.reward, sound.error) == (1.0, None)
+
+
+def test_a_thousand_responses_that_hit_the_limits_are_all_wrong(verifier: Verifier) -> None:
+    """Each another text, so that nothing is decided by a cache; the last ones keep workers busy until killed."""
+    rules = [
+        *((_box(f"{99_999_000 + n}!"), "limit") for n in range(300)),
+        *((_box(f"9^{{9^{{{9_000 + n}}}}}"), "limit") for n in range(300)),
+        *((_box("+".join(["1"] * 3000) + f"+{n}"), "too_long") for n in range(200)),
+        *((_box(_nested(r"\frac{1}{", str(n), "}", 300)), "limit") for n in range(196)),
+        *((_box(rf"\lim_{{x \to 0}} {99_999_000 + n}!"), "timeout") for n in range(4)),
+    ]
+    with Verifier(workers=2, timeout=0.5, memory_mb=1024) as quick:
+        verdicts = _grade(quick, [(response, "4") for response, _ in rules])
+        assert quick.counts["answers"] == 1000
+    assert [(v.reward, v.right, v.error) for v in verdicts] == [(0.0, False, None)] * 1000
+    assert [v.rule for v in verdicts] == [rule for _, rule in rules]
 
 
 @pytest.mark.parametrize("text", INJECTION.values(), ids=INJECTION)
@@ -263,8 +301,8 @@ def test_a_tower_that_reaches_the_symbolic_grader_times_out(verifier: Verifier) 
     items = [(_box(r"\lim_{x \to 0} 10^{10^{10^{10}}}"), "42"), (_box("42"), "42"), (_box(r"\int_0^{42} 1 dx"), "42")]
     verdicts = _grade(verifier, items)
     assert [v.reward for v in verdicts] == [0.0, 1.0, 1.0]
-    assert verdicts[0].error in ("timeout", "memory", "crash")
-    assert verdicts[0].rule == "symbolic"
+    assert verdicts[0].error is None
+    assert verdicts[0].rule in ("timeout", "memory", "crash")
 
 
 UNITS = [r"\sqrt", "√", "sqrt ", r"\frac", r"\frac1", r"\binom", r"\overline", r"\hat", r"\vec", r"\dot", "2^-",
@@ -287,7 +325,8 @@ def test_what_has_no_value_is_wrong_wherever_it_stands(verifier: Verifier) -> No
 @pytest.mark.parametrize("tail", ["!" * 1400, r"^\circ" * 400])
 def test_a_deep_tree_of_flat_text_is_a_limit(verifier: Verifier, tail: str) -> None:
     first, second = _grade(verifier, [(_box(f"(x+1){tail}"), "1"), (_box("1"), f"(x+1){tail}")])
-    assert (first.reward, first.error, second.reward, second.error) == (0.0, "limit", 0.0, "limit")
+    assert (first.reward, first.rule, first.error) == (0.0, "limit", None)
+    assert (second.reward, second.rule, second.error) == (0.0, "gold_limit", "gold_limit")
 
 
 def test_long_chains_of_sets_are_a_limit(verifier: Verifier) -> None:
@@ -296,7 +335,8 @@ def test_long_chains_of_sets_are_a_limit(verifier: Verifier) -> None:
     points = r"\mathbb{R} \setminus \{" + ",".join(map(str, range(20))) + r"\}"
     many = r"\mathbb{R} \setminus \{" + ",".join(map(str, range(240))) + r"\}"
     verdicts = _grade(verifier, [(_box(chain), points), (_box(short), points), (_box(many), points)])
-    assert [(v.reward, v.error) for v in verdicts] == [(0.0, "limit"), (1.0, None), (0.0, "limit")]
+    assert [(v.reward, v.rule) for v in verdicts] == [(0.0, "limit"), (1.0, "interval"), (0.0, "limit")]
+    assert [v.error for v in verdicts] == [None] * 3
 
 
 def test_the_same_spelling_is_right_however_large() -> None:

@@ -4,9 +4,9 @@ Grades a file of responses against reference answers.
 
 Each line of the input is a JSON object with `response` (text) and `gold` (text,
 or a list of alternatives). The output repeats the row's fields, without the
-response, and adds `reward`, `rule`, `answer` and `error`. An error (a timeout,
-an empty gold) is no evidence that the answer is wrong: the summary counts it
-apart.
+response, and adds `reward`, `rule`, `answer` and `error`. An error (an empty
+gold, a worker that cannot start) is no evidence that the answer is wrong: the
+summary counts it apart. A row whose gold is null is named and counts as one.
 
 Example:
   attnrl verify responses.jsonl --output verdicts.jsonl
@@ -51,12 +51,18 @@ class Options:
     """Log here (JSON lines) every answer on which our rules and math-verify differ; slow: both grade everything."""
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; DataError names file:line where one cannot be graded."""
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of a file, and file:line of those without a gold; DataError names where one cannot be graded."""
     rows = read_lines(path, "write {'response': ..., 'gold': ...}")
     for where, _, row in rows:
         _check_row(where, row)
-    return [row for _, _, row in rows]
+    return [row for _, _, row in rows], [where for where, _, row in rows if not golds_of(row)]
+
+
+def golds_of(row: dict[str, Any]) -> list[str]:
+    """The golds of a row; a null is none."""
+    golds = row["gold"] if isinstance(row["gold"], list) else [row["gold"]]
+    return [gold for gold in golds if gold is not None]
 
 
 def _check_row(where: str, row: dict[str, Any]) -> None:
@@ -65,8 +71,7 @@ def _check_row(where: str, row: dict[str, Any]) -> None:
             raise DataError(f"{where}: field {key!r} is missing; the fields are response and gold")
     if not isinstance(row["response"], str):
         raise DataError(f"{where}: field 'response' must be text, not {type(row['response']).__name__}")
-    golds = row["gold"] if isinstance(row["gold"], list) else [row["gold"]]
-    if not all(isinstance(gold, str) for gold in golds):
+    if not all(isinstance(gold, str) for gold in golds_of(row)):
         raise DataError(f"{where}: field 'gold' must be text or a list of texts")
 
 
@@ -88,7 +93,7 @@ def summary(verdicts: Sequence[Verdict], seconds: float) -> Table:
     def add(name: str, count: int) -> None:
         table.add_row(name, str(count), f"{count / total:.1%}")
 
-    right = sum(v.reward == 1.0 for v in verdicts)
+    right = sum(v.right for v in verdicts)
     errors = Counter(v.error for v in verdicts if v.error)
     add("right", right)
     add("wrong", total - right - sum(errors.values()))
@@ -104,16 +109,18 @@ def summary(verdicts: Sequence[Verdict], seconds: float) -> Table:
 
 def main(argv: list[str]) -> int:
     options = read_flags(Options, argv, str(__doc__))
-    rows = read_rows(options.file)
+    rows, without_gold = read_rows(options.file)
     output = options.output or options.file.with_name(f"{options.file.name}.verdicts.jsonl")
     if output.exists() and output.samefile(options.file):
         raise ConfigError(f"--output {output} is the input itself; name another file")
     started = time.perf_counter()
     with Verifier(options.workers, options.timeout, options.memory_mb, disagreements=options.disagreements) as verifier:
-        verdicts = verifier.grade([(row["response"], row["gold"]) for row in rows], progress=len(rows) > 1000)
+        verdicts = verifier.grade([(row["response"], golds_of(row)) for row in rows], progress=len(rows) > 1000)
     seconds = time.perf_counter() - started
     write_verdicts(output, rows, verdicts)
     console = Console()
+    for where in without_gold:
+        console.print(f"{where}: the gold is null; not graded", style="yellow", highlight=False, soft_wrap=True)
     console.print(summary(verdicts, seconds))
     console.print(f"verdicts in {output}", highlight=False, soft_wrap=True)
     return 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 from attnrl.verify.clean import clean, string_key, text_key
@@ -56,11 +57,14 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """right is None where the rules cannot tell."""
+    """right is None where the rules cannot tell. What the answer itself breaks is wrong; the error is the gold's."""
 
     right: bool | None
     rule: str
     error: str | None = None
+
+
+GOLD_LIMIT = Decision(False, "gold_limit", "gold_limit")  # the gold itself asks for more work than an answer may
 
 
 @lru_cache(maxsize=8192)
@@ -155,8 +159,10 @@ def decide(answer: str, gold: str) -> Decision:
         return Decision(True, "string")
     if _by_text(left, right):
         return Decision(True, "text")
-    if "limit" in (left.problem, right.problem):
-        return Decision(False, "limit", "limit")
+    if left.problem == "limit":
+        return GOLD_LIMIT
+    if right.problem == "limit":
+        return Decision(False, "limit")
     if not left.trees or not right.trees:
         if "prose" in (left.problem, right.problem) or not (may_be_symbolic(left) and may_be_symbolic(right)):
             return Decision(False, "text")
@@ -178,12 +184,25 @@ def _by_value(gold: Reading, answer: Reading) -> Decision:
             if verdicts[-1]:
                 return Decision(True, rule)
     except (LimitError, RecursionError):
-        return Decision(False, "limit", "limit")
+        return GOLD_LIMIT if _breaks(gold) else Decision(False, "limit")
     except UndefinedError:  # somewhere in a list or equation: what has no value is no answer
         return Decision(False, rule)
     if None in verdicts and may_be_symbolic(gold) and may_be_symbolic(answer):
         return Decision(None, "symbolic")
     return Decision(False, rule)
+
+
+def _breaks(gold: Reading) -> bool:
+    """Whether a gold asks for too much work even beside itself or the answer 1."""
+    try:
+        for tree in gold.trees:
+            same(tree, tree)
+            same(tree, Node("num", value=Fraction(1)))
+    except (LimitError, RecursionError):
+        return True
+    except UndefinedError:
+        return False
+    return False
 
 
 def may_be_symbolic(reading: Reading) -> bool:

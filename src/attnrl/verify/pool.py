@@ -6,64 +6,103 @@ import json
 import os
 import queue
 import selectors
+import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 START_LIMIT = 120.0  # seconds a worker may take to import its libraries
-TRIES = 2  # of one question; a worker that somebody else killed meanwhile costs one
+TRIES = 2  # workers that may die of one question
+KILLS = 20  # workers that somebody else may kill while they are at one question
 STARTS = 4  # of one worker, before its question is given up
+PIPE = 4096  # bytes that a pipe with any room takes without blocking
+
+# timeout, memory, limit, crash, raised: the question did it. killed, start, broken: ours.
+Error = Literal["timeout", "memory", "limit", "crash", "raised", "killed", "start", "broken"]
+OURS: frozenset[str] = frozenset(("killed", "start", "broken"))
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a worker said: right or wrong, or an error kind."""
+    """What a worker returned, or why it did not, and the exception's own words."""
 
-    right: bool
-    error: str | None = None
+    value: Any = None
+    error: Error | None = None
+    message: str = ""
+
+    @property
+    def ours(self) -> bool:
+        """Whether the failure says nothing of the question."""
+        return self.error in OURS
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What workers serve: the function that `package.module:factory` makes from its options (JSON values)."""
+
+    factory: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    heard: bool = False  # whether what it prints goes to our standard error
 
 
 class WorkerGoneError(RuntimeError):
     """The worker process ended without an answer."""
 
 
+class WorkerKilledError(WorkerGoneError):
+    """Somebody else ended it."""
+
+
+class NoWorkerError(WorkerGoneError):
+    """None can be started."""
+
+
 @dataclass(slots=True)
 class Process:
     """One worker process and its pipes."""
 
+    served: Served
     memory_mb: int
-    timeout: float
     popen: subprocess.Popen[bytes] | None = None
     buffer: bytes = b""
     asked: int = 0
 
     def start(self) -> None:
         root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join([root, *(p for p in (os.environ.get("PYTHONPATH"),) if p)])
+        path = os.pathsep.join(dict.fromkeys([root, *(entry or os.getcwd() for entry in sys.path)]))
         # a fixed hash seed: what sympy finds may depend on the order of its sets
         fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-        environment = os.environ | fixed | {"PYTHONPATH": path}
+        command = [str(self.memory_mb), self.served.factory, json.dumps(dict(self.served.options))]
         self.buffer = b""
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "attnrl.verify.worker", str(self.memory_mb), str(self.timeout)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            bufsize=0,
-        )
-        if self.read_line(START_LIMIT) != b"ready":
+        try:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "attnrl.verify.worker", *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if self.served.heard else subprocess.DEVNULL,
+                env=os.environ | fixed | {"PYTHONPATH": path},
+                bufsize=0,
+            )
+        except OSError as error:
+            raise NoWorkerError(str(error)) from error
+        line = self.read_line(START_LIMIT)
+        if line == b"":
+            gone = self.gone()
+            raise gone if isinstance(gone, WorkerKilledError) else NoWorkerError(str(gone))
+        said = json.loads(line) if line else {"ready": False, "message": f"not ready within {START_LIMIT:g} s"}
+        if not said["ready"]:
             self.kill()
-            raise WorkerGoneError("a verifier worker did not start")
+            raise NoWorkerError(said["message"])
 
     def ready(self) -> None:
-        """Sees to it that a worker runs; WorkerGoneError where none can be started."""
+        """Sees to it that a worker runs; NoWorkerError where none can be started."""
         if self.popen is not None and self.popen.poll() is None:
             return
         for tries_left in reversed(range(STARTS)):
@@ -71,31 +110,54 @@ class Process:
             try:
                 self.start()
                 return
-            except WorkerGoneError:
+            except NoWorkerError:
                 if not tries_left:
                     raise
 
-    def ask(self, answer: str, golds: Sequence[str]) -> Reply:
-        """The worker's reply within the wall limit; on timeout the process is killed."""
+    def ask(self, question: str, limit: float) -> Reply:
+        """The worker's reply to a question (JSON) within the wall limit; on timeout the process is killed."""
         self.ready()
         assert self.popen is not None
         assert self.popen.stdin is not None
         self.asked += 1
-        line = json.dumps({"id": self.asked, "answer": answer, "golds": list(golds)}) + "\n"
+        line = f'{{"id": {self.asked}, "limit": {json.dumps(limit)}, "question": {question}}}\n'
         try:
-            self.popen.stdin.write(line.encode("ascii"))
-            raw = self.read_line(self.timeout)
+            raw = self.read_line(limit) if self.write(line.encode("ascii"), limit) else None
         except BrokenPipeError:
             raw = b""
         if raw is None:
             self.kill()
-            return Reply(False, "timeout")
+            return Reply(error="timeout", message=f"no answer within {limit:g} s")
         if not raw:
-            self.kill()
-            raise WorkerGoneError("a verifier worker died")
+            raise self.gone()
         reply = json.loads(raw)
-        assert reply["id"] == self.asked
-        return Reply(bool(reply.get("right")), reply.get("error"))
+        if reply.pop("id") != self.asked:
+            raise ValueError("the reply to another question")
+        if reply.get("error") == "memory":
+            self.kill()  # it ends by itself; the next question must not meet it
+        return Reply(**reply)
+
+    def write(self, line: bytes, limit: float) -> bool:
+        """Hands a line over; False where the worker did not take it within the limit."""
+        assert self.popen is not None
+        assert self.popen.stdin is not None
+        end, left = time.monotonic() + limit, memoryview(line)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.popen.stdin, selectors.EVENT_WRITE)
+            while left:
+                if not selector.select(max(0.0, end - time.monotonic())):
+                    return False
+                left = left[os.write(self.popen.stdin.fileno(), left[:PIPE]) :]
+        return True
+
+    def gone(self) -> WorkerGoneError:
+        """How the process ended: by itself, or by somebody else's SIGKILL or SIGTERM."""
+        assert self.popen is not None
+        code = self.popen.wait()
+        self.kill()
+        if code in (-signal.SIGKILL, -signal.SIGTERM):
+            return WorkerKilledError(f"somebody ended it with signal {-code}")
+        return WorkerGoneError(f"it ended with signal {-code}" if code < 0 else f"it ended with code {code}")
 
     def read_line(self, limit: float) -> bytes | None:
         """One line without its end; empty where the process ended, None where the limit passed first."""
@@ -138,19 +200,19 @@ class Process:
 
 @dataclass(slots=True)
 class Job:
-    answer: str
-    golds: tuple[str, ...]
+    question: str  # JSON
+    limit: float  # seconds
     future: Future[Reply] = field(default_factory=Future)
 
 
 class Pool:
-    """A queue of symbolic questions and up to `workers` processes behind it, each with a thread that watches it.
+    """A queue of questions and up to `workers` processes behind it, each with a thread that watches it.
 
     Nothing starts before the first question. Safe to use from any thread, and from forked children.
     """
 
-    def __init__(self, workers: int, timeout: float, memory_mb: int) -> None:
-        self.workers, self.timeout, self.memory_mb = workers, timeout, memory_mb
+    def __init__(self, served: Served, workers: int, timeout: float, memory_mb: int) -> None:
+        self.served, self.workers, self.timeout, self.memory_mb = served, workers, timeout, memory_mb
         self._reset()
         _pools.add(self)
 
@@ -161,13 +223,16 @@ class Pool:
         self.processes: list[Process] = []
         self.open_jobs = 0
 
-    def submit(self, answer: str, golds: Sequence[str]) -> Future[Reply]:
-        """A future of the reply; it always comes, and once."""
-        job = Job(answer, tuple(golds))
+    def submit(self, question: Any, limit: float | None = None) -> Future[Reply]:
+        """A future of the reply to a question (JSON values); it always comes, and once.
+
+        `limit` is its wall limit in seconds, by default the pool's.
+        """
+        job = Job(json.dumps(question), self.timeout if limit is None else limit)
         with self.lock:
             self.open_jobs += 1
             if len(self.threads) < min(self.workers, self.open_jobs):
-                process = Process(self.memory_mb, self.timeout)
+                process = Process(self.served, self.memory_mb)
                 thread = threading.Thread(
                     target=self._serve, args=(self.jobs, process), daemon=True, name="attnrl-verify"
                 )
@@ -206,26 +271,43 @@ class Pool:
             if one is None:
                 jobs.put(None)  # another thread's closing mark
             elif not one.future.done():
-                self._resolve(one, Reply(False, "crash"))
+                self._resolve(one, Reply(error="broken", message="its thread broke"))
 
     def _answer(self, process: Process, job: Job) -> Reply:
-        for _ in range(TRIES):
+        """The reply. A worker that somebody else kills costs a try more, never the answer."""
+        deaths = kills = 0
+        while True:
             try:
-                return process.ask(job.answer, job.golds)
-            except (WorkerGoneError, OSError, ValueError, OverflowError):  # ValueError: a line that is no JSON
+                return process.ask(job.question, job.limit)
+            except NoWorkerError as error:
+                return Reply(error="start", message=f"no worker can be started: {error}")
+            except WorkerKilledError as error:
+                kills += 1
+                if kills == KILLS:
+                    return Reply(error="killed", message=f"{kills} workers were killed, the last: {error}")
+            except (WorkerGoneError, OSError, ValueError, OverflowError) as error:  # ValueError: a line that is no JSON
                 process.kill()  # what it says from here on may answer an older question
-        return Reply(False, "crash")
+                deaths += 1
+                if deaths == TRIES:
+                    return Reply(error="crash", message=f"{deaths} workers died of it, the last: {error}")
 
     def pids(self) -> list[int]:
         """Process ids of the workers alive now."""
         return [p.popen.pid for p in list(self.processes) if p.popen is not None]
 
-    def close(self) -> None:
-        """Ends the workers; questions still waiting are answered first."""
+    def close(self, *, wait: bool = True) -> None:
+        """Ends the workers; questions still waiting are answered first, or given up where `wait` is False."""
         with self.lock:
             threads, self.threads = self.threads, []
             jobs, self.jobs = self.jobs, queue.SimpleQueue()
             self.processes = []
+        while not wait and not jobs.empty():
+            try:
+                given_up = jobs.get_nowait()
+            except queue.Empty:  # a thread was faster
+                break
+            assert given_up is not None
+            self._resolve(given_up, Reply(error="broken", message="the pool was closed"))
         for _ in threads:
             jobs.put(None)
         for thread in threads:

@@ -19,14 +19,15 @@ from rich.progress import track
 
 from attnrl.errors import ConfigError, DataError
 from attnrl.types import Verdict
-from attnrl.verify.equal import Decision, decide_any, may_be_symbolic, read
+from attnrl.verify.equal import GOLD_LIMIT, Decision, decide_any, may_be_symbolic, read
 from attnrl.verify.extract import extract
-from attnrl.verify.pool import Pool, Reply
+from attnrl.verify.pool import Pool, Reply, Served
 
 Gold = str | Sequence[str]
 Item = tuple[str, Gold]
 MAX_TIMEOUT = 3600.0  # seconds
 MIN_MEMORY_MB = 256
+GOLD_CHECKS = 4096  # that are remembered
 
 
 _verifiers: weakref.WeakSet[Verifier] = weakref.WeakSet()
@@ -73,13 +74,14 @@ class Verifier:
         self.memory_mb = memory_mb  # address space of one worker
         self.max_chars = max_chars  # longest answer or gold that is looked at
         self.disagreements = disagreements
-        self._pool = Pool(self.workers, timeout, memory_mb)
+        self._pool = Pool(Served("attnrl.verify.symbolic:grader"), self.workers, timeout, memory_mb)
         self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._new_lock()
         _verifiers.add(self)
 
     def _new_lock(self) -> None:
         self._lock = threading.Lock()
+        self._gold_checks: dict[tuple[str, ...], Future[Reply]] = {}  # of golds beside which an answer broke
 
     def __reduce__(self) -> tuple[type[Verifier], tuple[Any, ...]]:
         return Verifier, (self.workers, self.timeout, self.memory_mb, self.max_chars, self.disagreements)
@@ -92,9 +94,9 @@ class Verifier:
     ) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Ends the worker processes; a later call starts new ones."""
-        self._pool.close()
+    def close(self, *, wait: bool = True) -> None:
+        """Ends the worker processes, without `wait` before they come to what waits; a later call starts new ones."""
+        self._pool.close(wait=wait)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -124,12 +126,12 @@ class Verifier:
         return await asyncio.to_thread(self.grade, items)
 
     def _begin(self, at: int, response: str, gold: Gold) -> Verdict | _Waiting:
-        """The verdict of one item, or its place in the queue; what breaks the rules is an error of this item alone."""
+        """The verdict of one item, or its place in the queue; what breaks the rules spares the other items."""
         golds = _as_golds(at, response, gold)
         try:
             return self._by_rules(response, golds)
         except (RecursionError, MemoryError):
-            return Verdict(0.0, "limit", None, "limit")
+            return _verdict(None, _too_deep(golds))
 
     def _by_rules(self, response: str, golds: list[str]) -> Verdict | _Waiting:
         if not any(g.strip() for g in golds):
@@ -138,31 +140,57 @@ class Verifier:
         if answer is None:
             return Verdict(0.0, "no_answer")
         if len(answer) > self.max_chars:
-            return Verdict(0.0, "limit", answer[:200], "too_long")
+            return Verdict(0.0, "too_long", answer[:200])
         golds = [g for g in golds if len(g) <= self.max_chars]
+        if not any(g.strip() for g in golds):
+            return Verdict(0.0, "gold_too_long", answer, "gold_too_long")
         decision, waiting = decide_any(answer, golds)
         if waiting and not decision.right:
-            future = self._pool.submit(read(answer).cleaned, [read(g).cleaned for g in waiting])
-            return _Waiting(answer, decision, future)
+            shown = tuple(read(g).cleaned for g in waiting)
+            return _Waiting(answer, decision, shown, self._ask(read(answer).cleaned, shown))
         if self.disagreements is not None and decision.rule != "string":
             return self._audited(answer, golds, decision)
         return _verdict(answer, decision)
 
     def _audited(self, answer: str, golds: Sequence[str], decision: Decision) -> Verdict | _Waiting:
         """The rules' decision, with a second opinion for the log where the text may be shown to the symbolic grader."""
-        shown = [read(g).cleaned for g in golds if may_be_symbolic(read(g))]
+        shown = tuple(read(g).cleaned for g in golds if may_be_symbolic(read(g)))
         if not shown or not may_be_symbolic(read(answer)):
             return _verdict(answer, decision)
-        return _Waiting(answer, decision, self._pool.submit(read(answer).cleaned, shown), tuple(golds))
+        return _Waiting(answer, decision, shown, self._ask(read(answer).cleaned, shown), tuple(golds))
+
+    def _ask(self, answer: str, golds: tuple[str, ...]) -> Future[Reply]:
+        return self._pool.submit({"answer": answer, "golds": golds})
 
     def _finish(self, waiting: _Waiting) -> Verdict:
         reply = waiting.future.result()
         if waiting.audit is None:
-            return Verdict(1.0 if reply.right else 0.0, "symbolic", waiting.answer, reply.error)
+            return self._judged(waiting, reply)
         verdict = _verdict(waiting.answer, waiting.decision)
-        if reply.error is None and reply.right != bool(verdict.reward):
+        if reply.error is None and reply.value != bool(verdict.reward):
             self._log(waiting, verdict, reply)
         return verdict
+
+    def _judged(self, waiting: _Waiting, reply: Reply) -> Verdict:
+        """The symbolic grader's verdict. What an answer broke is wrong, or training would learn to break things; what
+        the gold breaks beside the plainest answer too is an error of its row."""
+        if reply.error is None:
+            return Verdict(1.0 if reply.value else 0.0, "symbolic", waiting.answer)
+        if reply.ours:
+            return Verdict(0.0, "symbolic", waiting.answer, _kind(reply))
+        plain = self._gold_check(waiting.golds).result()
+        if plain.error is None:
+            return Verdict(0.0, _kind(reply), waiting.answer)
+        return Verdict(0.0, "symbolic", waiting.answer, _kind(plain) if plain.ours else f"gold_{_kind(plain)}")
+
+    def _gold_check(self, golds: tuple[str, ...]) -> Future[Reply]:
+        """The symbolic grader's reply to the answer 1; asked once, since a gold comes with many responses."""
+        with self._lock:
+            if len(self._gold_checks) > GOLD_CHECKS:
+                self._gold_checks.clear()
+            if golds not in self._gold_checks:
+                self._gold_checks[golds] = self._ask("1", golds)
+            return self._gold_checks[golds]
 
     def _log(self, waiting: _Waiting, verdict: Verdict, reply: Reply) -> None:
         assert self.disagreements is not None
@@ -171,7 +199,7 @@ class Verifier:
             "gold": list(waiting.audit or ()),
             "rule": verdict.rule,
             "rules": bool(verdict.reward),
-            "math_verify": reply.right,
+            "math_verify": reply.value,
         }
         with self._lock:
             self._counts["disagreements"] += 1
@@ -190,15 +218,34 @@ class Verifier:
 class _Waiting:
     """An answer that waits for a worker; `audit` holds the golds where only the log wants to know."""
 
-    __slots__ = ("answer", "audit", "decision", "future")
+    __slots__ = ("answer", "audit", "decision", "future", "golds")
 
     def __init__(
-        self, answer: str, decision: Decision, future: Future[Reply], audit: tuple[str, ...] | None = None
+        self,
+        answer: str,
+        decision: Decision,
+        golds: tuple[str, ...],
+        future: Future[Reply],
+        audit: tuple[str, ...] | None = None,
     ) -> None:
-        self.answer, self.decision, self.future, self.audit = answer, decision, future, audit
+        self.answer, self.decision, self.golds, self.future, self.audit = answer, decision, golds, future, audit
 
 
-def _verdict(answer: str, decision: Decision) -> Verdict:
+def _kind(reply: Reply) -> str:
+    """The failure in a word; of an exception its name."""
+    return f"symbolic:{reply.message.partition(':')[0]}" if reply.error == "raised" else str(reply.error)
+
+
+def _too_deep(golds: Sequence[str]) -> Decision:
+    """For an answer that broke the rules: wrong, unless the golds break them beside the answer 1 too."""
+    try:
+        decide_any("1", golds)
+    except (RecursionError, MemoryError):
+        return GOLD_LIMIT
+    return Decision(False, "limit")
+
+
+def _verdict(answer: str | None, decision: Decision) -> Verdict:
     return Verdict(1.0 if decision.right else 0.0, decision.rule, answer, decision.error)
 
 

@@ -1,0 +1,160 @@
+"""Where a reward function runs: here, in killable worker processes, or as calls of an event loop.
+
+A runner starts a batch and returns what waits for its verdicts, in order; so several rewards work at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as WaitTimeoutError
+from math import ceil
+from typing import Any, Protocol
+
+from attnrl.errors import DataError
+from attnrl.reward.verdicts import as_verdict, as_verdicts, attempt_row, verdict_row
+from attnrl.types import Attempt, Verdict
+from attnrl.verify.pool import Pool, Reply
+
+PIECE = 8  # attempts that a worker gets at a time
+GRACE = 5.0  # seconds past which an event loop that should have answered is blocked
+
+Finish = Callable[[], list[Verdict]]
+
+
+class Runner(Protocol):
+    """One reward function at work."""
+
+    def start(self, attempts: Sequence[Attempt]) -> Finish:
+        """Begins to grade the batch; the result waits for its verdicts."""
+        ...
+
+    def close(self, *, wait: bool = True) -> None:
+        """Ends what runs; without `wait`, what has not begun is given up."""
+        ...
+
+
+class Here:
+    """A function of ours, in the calling process."""
+
+    def __init__(self, function: Callable[..., Any], label: str) -> None:
+        self.function, self.label = function, label
+
+    def start(self, attempts: Sequence[Attempt]) -> Finish:
+        return lambda: as_verdicts(self.function(attempts), self.label, len(attempts))
+
+    def close(self, *, wait: bool = True) -> None:
+        pass
+
+
+class InWorkers:
+    """A plain function in worker processes.
+
+    Attempts are handed over in pieces. A piece that fails is taken apart and each attempt asked about alone, so that
+    one attempt's failure is its own. What raises is an error; what hangs, fills the memory or ends the worker when
+    asked about alone is the response's doing: wrong.
+    """
+
+    def __init__(self, pool: Pool, label: str, *, whole_batch: bool) -> None:
+        self.pool, self.label, self.whole_batch = pool, label, whole_batch
+
+    def start(self, attempts: Sequence[Attempt]) -> Finish:
+        size = len(attempts) if self.whole_batch else min(PIECE, ceil(len(attempts) / self.pool.workers))
+        pieces = [attempts[at : at + size] for at in range(0, len(attempts), max(1, size))]
+        futures = [self._submit(piece) for piece in pieces]
+
+        def finish() -> list[Verdict]:
+            again = [self._apart(piece, future.result()) for piece, future in zip(pieces, futures, strict=True)]
+            verdicts: list[Verdict] = []
+            for piece, future, alone in zip(pieces, futures, again, strict=True):
+                if alone:
+                    verdicts += [self._verdicts(one.result(), 1)[0] for one in alone]
+                else:
+                    verdicts += self._verdicts(future.result(), len(piece))
+            return verdicts
+
+        return finish
+
+    def _submit(self, piece: Sequence[Attempt]) -> Future[Reply]:
+        try:
+            return self.pool.submit([attempt_row(attempt) for attempt in piece], self.pool.timeout * len(piece))
+        except TypeError as error:
+            raise DataError(f"reward {self.label}: the columns of a row must be JSON values: {error}") from error
+
+    def _apart(self, piece: Sequence[Attempt], reply: Reply) -> list[Future[Reply]]:
+        """Questions about each attempt of a piece that failed; none where it did not."""
+        if reply.error is None or reply.ours or len(piece) == 1 or self.whole_batch:
+            return []
+        return [self._submit([attempt]) for attempt in piece]
+
+    def _verdicts(self, reply: Reply, count: int) -> list[Verdict]:
+        if reply.error is None:
+            return [Verdict(**row) for row in reply.value]
+        if reply.error == "raised":
+            return [Verdict(0.0, self.label, None, reply.message)] * count
+        if reply.ours or count > 1:  # of a whole batch nobody can tell who did it
+            return [Verdict(0.0, self.label, None, f"{reply.error}: {reply.message}")] * count
+        return [Verdict(0.0, reply.error)]
+
+    def close(self, *, wait: bool = True) -> None:
+        self.pool.close(wait=wait)
+
+
+class InLoop:
+    """An async function, one call an attempt, in one event loop of a thread of its own.
+
+    At most `concurrency` calls run at a time, each for at most `timeout_s` seconds. What it waits for is a service, so
+    what raises or hangs is an error and no evidence against the response.
+    """
+
+    def __init__(self, function: Callable[..., Any], label: str, *, concurrency: int, timeout_s: float) -> None:
+        self.function, self.label, self.concurrency, self.timeout_s = function, label, concurrency, timeout_s
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.owner = 0
+
+    def start(self, attempts: Sequence[Attempt]) -> Finish:
+        future = asyncio.run_coroutine_threadsafe(self._all(attempts), self._running())
+        rounds = ceil(len(attempts) / self.concurrency)
+
+        def finish() -> list[Verdict]:
+            try:
+                return future.result(rounds * self.timeout_s + GRACE)
+            except WaitTimeoutError:
+                blocked = "timeout: the event loop is blocked; an async reward must await what it waits for"
+                return [Verdict(0.0, self.label, None, blocked)] * len(attempts)
+            finally:
+                future.cancel()
+
+        return finish
+
+    async def _all(self, attempts: Sequence[Attempt]) -> list[Verdict]:
+        free = asyncio.Semaphore(self.concurrency)
+
+        async def one(attempt: Attempt) -> Verdict:
+            async with free:
+                value = await asyncio.wait_for(self.function(attempt), self.timeout_s)
+            verdict = as_verdict(value, self.label)
+            return Verdict(**verdict_row(verdict))
+
+        ends = await asyncio.gather(*map(one, attempts), return_exceptions=True)
+        return [end if isinstance(end, Verdict) else self._failed(end) for end in ends]
+
+    def _failed(self, error: BaseException) -> Verdict:
+        late = isinstance(error, TimeoutError) and not str(error)
+        cause = f"timeout: no answer within {self.timeout_s:g} s" if late else f"{type(error).__name__}: {error}"
+        return Verdict(0.0, self.label, None, cause[:500])
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        """The event loop; started with the first batch, and anew in a forked child."""
+        if self.loop is None or self.owner != os.getpid():
+            self.loop, self.owner = asyncio.new_event_loop(), os.getpid()
+            threading.Thread(target=self.loop.run_forever, daemon=True, name=f"attnrl-reward-{self.label}").start()
+        return self.loop
+
+    def close(self, *, wait: bool = True) -> None:
+        if self.loop is not None and self.owner == os.getpid():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self.loop = None

@@ -1,0 +1,72 @@
+"""Between a reward function and its caller: attempts and verdicts as JSON, and a number as a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from attnrl.algo.parts import find
+from attnrl.types import Attempt, Verdict
+
+
+def as_verdict(value: Any, rule: str) -> Verdict:
+    """A function's value as a verdict: a finite number is the reward; a verdict is left as it is.
+
+    >>> as_verdict(0.75, "judge").reward, as_verdict(True, "judge").right
+    (0.75, True)
+    """
+    verdict = value if isinstance(value, Verdict) else Verdict(_number(value), rule)
+    if not math.isfinite(verdict.reward):
+        raise ValueError(f"a reward must be a finite number, not {verdict.reward}")
+    return verdict
+
+
+def as_verdicts(values: Any, rule: str, count: int) -> list[Verdict]:
+    """The values of one call for a batch of `count` attempts."""
+    if isinstance(values, str | bytes | int | float | Verdict) or not hasattr(values, "__len__"):
+        raise TypeError(f"a reward returns a list with one entry an attempt, not {type(values).__name__}")
+    if len(values) != count:
+        raise ValueError(f"a reward returns one entry an attempt: {len(values)} for {count} attempts")
+    return [as_verdict(value, rule) for value in values]
+
+
+def _number(value: Any) -> float:
+    if value is None or isinstance(value, str):
+        raise TypeError(f"a reward is a number or a Verdict, not {value!r}")
+    return float(value)
+
+
+def attempt_row(attempt: Attempt) -> dict[str, Any]:
+    """An attempt as JSON holds it."""
+    return {name: getattr(attempt, name) for name in ("problem", "answers", "response", "finish", "tokens")} | {
+        "row": dict(attempt.row)
+    }
+
+
+def row_attempt(row: dict[str, Any]) -> Attempt:
+    """The attempt that `attempt_row` wrote."""
+    return Attempt(**{**row, "answers": tuple(row["answers"])})
+
+
+def verdict_row(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as JSON holds it."""
+    return {
+        "reward": float(verdict.reward),
+        "rule": str(verdict.rule),
+        "answer": None if verdict.answer is None else str(verdict.answer),
+        "error": None if verdict.error is None else str(verdict.error),
+        "right": bool(verdict.right),
+        "parts": {str(name): float(value) for name, value in verdict.parts.items()},
+    }
+
+
+def served(name: str, rule: str, options: dict[str, Any]) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
+    """What a worker serves: the reward function called `name`, from attempts to verdicts as JSON holds them."""
+    function = find({}, name)
+
+    def grade(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        values = function([row_attempt(row) for row in rows], **options)
+        return [verdict_row(verdict) for verdict in as_verdicts(values, rule, len(rows))]
+
+    return grade

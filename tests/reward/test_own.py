@@ -1,0 +1,354 @@
+"""Rewards of a user's own file: plain ones in worker processes, async ones in the event loop, failures told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attnrl.errors import ConfigError, DataError, TrainingError
+from attnrl.reward import Rewards, build_rewards
+from attnrl.reward.runners import PIECE, InWorkers
+from attnrl.types import Attempt, Verdict
+
+OWN = '''
+import asyncio, os, signal, sys, time
+from pathlib import Path
+
+import numpy as np
+
+from attnrl.reward import declare
+from attnrl.types import Verdict
+
+
+def level(attempts, *, bonus=0.0, max_response_tokens=None):
+    """Reads a column of the row; an option and a knob."""
+    return [a.row["level"] / max_response_tokens + bonus for a in attempts]
+
+
+def echo(attempts):
+    a = attempts[0]
+    said = [[b.problem, list(b.answers), b.response, b.finish, b.tokens, dict(b.row)] for b in attempts]
+    return [Verdict(0.25, "echo", repr(x), right=True, parts={"inner": 2.0}) for x in said]
+
+
+def numbers(attempts):
+    kinds = {"bool": True, "int": 2, "numpy": np.float32(0.5), "array": np.ones(1)[0]}
+    return [kinds[a.response] for a in attempts]
+
+
+def hostile(attempts):
+    for a in attempts:
+        match a.response:
+            case "raise":
+                raise LookupError(f"no {a.problem}")
+            case "hang":
+                time.sleep(600)
+            case "memory":
+                bytearray(8 << 30)
+            case "recurse":
+                hostile([a]) if True else None
+            case "crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "nan":
+                return [float("nan")] * len(attempts)
+            case "none":
+                return [None] * len(attempts)
+            case "text":
+                return "1" * len(attempts)
+            case "short":
+                return []
+    return [float(a.response) for a in attempts]
+
+
+def slow(attempts):
+    time.sleep(0.05 * len(attempts))
+    return [float(a.response) for a in attempts]
+
+
+@declare(whole_batch=True)
+def rank(attempts):
+    """The place of each response among all of the batch, by length."""
+    order = sorted(range(len(attempts)), key=lambda i: len(attempts[i].response))
+    return [float(order.index(i)) for i in range(len(attempts))]
+
+
+@declare(whole_batch=True)
+def whole_fails(attempts):
+    raise OSError("disk")
+
+
+@declare(truncated=True)
+def sees_all(attempts):
+    return [1.0 for a in attempts]
+
+
+def pids(attempts):
+    return [float(os.getpid()) for a in attempts]
+
+
+running, most = 0, 0
+
+
+async def judge(attempt, *, wait=0.0):
+    global running, most
+    running += 1
+    most = max(most, running)
+    try:
+        await asyncio.sleep(wait if attempt.response != "hang" else 600)
+        if attempt.response == "raise":
+            raise ConnectionError("no route")
+        if attempt.response == "nan":
+            return float("nan")
+        if attempt.response == "verdict":
+            return Verdict(0.5, "judged", "a", right=True)
+        return float(attempt.response) + attempt.row.get("plus", 0)
+    finally:
+        running -= 1
+
+
+async def own_timeout(attempt):
+    raise TimeoutError("the service said so")
+
+
+async def blocking(attempt):
+    time.sleep(1.0)
+    return 1.0
+
+
+broken_import = 3
+'''
+
+
+@pytest.fixture(autouse=True)
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Another module name each time: an imported one would stay."""
+    name = f"own_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def attempts(*responses: str, **row: Any) -> list[Attempt]:
+    return [Attempt(f"p{i}", ("g",), response, row=row) for i, response in enumerate(responses)]
+
+
+def built(name: str, function: str, options: dict[str, Any] | None = None, **settings: Any) -> Rewards:
+    return build_rewards([(f"{name}:{function}", 1.0, options or {})], **{"workers": 1, **settings})
+
+
+def test_a_function_reads_columns_options_and_knobs(own_file: str) -> None:
+    with built(own_file, "level", {"bonus": 0.5}, knobs={"max_response_tokens": 8, "other": 1}) as rewards:
+        assert [v.reward for v in rewards.grade(attempts("a", "b", level=2))] == [0.75, 0.75]
+        assert rewards.metrics()["reward/level"] == 0.75
+    with built(own_file, "level", {"max_response_tokens": 2}, knobs={"max_response_tokens": 8}) as rewards:
+        assert [v.reward for v in rewards.grade(attempts("a", level=2))] == [1.0], "an option wins over a knob"
+
+
+def test_everything_of_an_attempt_arrives_and_everything_of_a_verdict_returns(own_file: str) -> None:
+    attempt = Attempt("1+1?", ("2", "two"), "é\ud800\n", "length", 7, {"id": [1, None], "deep": {"x": 0.5}})
+    with built(own_file, "echo", grade_truncated=True) as rewards:
+        (verdict,) = rewards.grade([attempt])
+    said = ["1+1?", ["2", "two"], "é\ud800\n", "length", 7, {"id": [1, None], "deep": {"x": 0.5}}]
+    assert verdict == Verdict(0.25, "echo", repr(said), None, True, {"echo": 0.25, "echo.inner": 2.0})
+
+
+def test_numbers_of_every_kind_are_rewards(own_file: str) -> None:
+    with built(own_file, "numbers") as rewards:
+        verdicts = rewards.grade(attempts("bool", "int", "numpy", "array"))
+    assert [v.reward for v in verdicts] == [1.0, 2.0, 0.5, 1.0]
+    assert [v.right for v in verdicts] == [True, True, False, True]
+    assert {v.rule for v in verdicts} == {"numbers"}
+
+
+def test_many_attempts_come_back_in_order(own_file: str) -> None:
+    count = 5 * PIECE + 3
+    with built(own_file, "hostile", workers=2) as rewards:
+        assert [v.reward for v in rewards.grade(attempts(*map(str, range(count))))] == list(range(count))
+
+
+def test_one_that_raises_is_an_error_of_its_row_with_its_cause(own_file: str) -> None:
+    with built(own_file, "hostile") as rewards:
+        verdicts = rewards.grade(attempts("1", "raise", "2", "nan", "3", "none", "4", "5"))
+        assert [v.error for v in verdicts] == [
+            None, "LookupError: no p1", None, "ValueError: a reward must be a finite number, not nan", None,
+            "TypeError: a reward is a number or a Verdict, not None", None, None,
+        ]  # fmt: skip
+        assert [v.reward for v in verdicts] == [1.0, 0.0, 2.0, 0.0, 3.0, 0.0, 4.0, 5.0]
+        metrics = rewards.metrics()
+    assert {k: v for k, v in metrics.items() if k.startswith("reward/error_")} == {
+        "reward/error_LookupError": 1.0,
+        "reward/error_ValueError": 1.0,
+        "reward/error_TypeError": 1.0,
+    }
+    assert metrics["reward/hostile"] == 3.0  # (1 + 2 + 3 + 4 + 5) / 5
+    assert metrics["reward/hostile_errors"] == 3.0
+
+
+@pytest.mark.parametrize(("response", "cause"), [("text", "not str"), ("short", "0 for 1 attempts")])
+def test_a_list_of_the_wrong_kind_is_an_error(own_file: str, response: str, cause: str) -> None:
+    with built(own_file, "hostile", max_error_share=1.0) as rewards:
+        (verdict,) = rewards.grade(attempts(response))
+    assert cause in str(verdict.error)
+
+
+def test_what_the_response_breaks_is_wrong_and_spares_its_neighbours(own_file: str) -> None:
+    with built(own_file, "hostile", timeout_s=1.0, memory_mb=1024, max_error_share=0.0) as rewards:
+        verdicts = rewards.grade(attempts("1", "hang", "2", "memory", "3", "recurse", "4", "crash"))
+        assert [v.error for v in verdicts] == [None] * 8
+        assert [(v.reward, v.rule) for v in verdicts[1::2]] == [
+            (0.0, "timeout"),
+            (0.0, "memory"),
+            (0.0, "limit"),
+            (0.0, "crash"),
+        ]
+        assert [v.reward for v in verdicts[::2]] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_too_many_errors_stop_the_run_with_the_most_frequent_cause(own_file: str) -> None:
+    with (
+        built(own_file, "hostile") as rewards,
+        pytest.raises(TrainingError, match=r"\(2 times\): ValueError: a reward"),
+    ):
+        rewards.grade(attempts("1", "nan", "raise", "nan"))
+
+
+def test_workers_killed_at_random_lose_no_verdict(own_file: str) -> None:
+    with built(own_file, "slow", workers=2) as rewards:
+        (runner,) = (entry.runner for entry in rewards.entries)
+        assert isinstance(runner, InWorkers)
+        found: list[list[Verdict]] = []
+        thread = threading.Thread(target=lambda: found.append(rewards.grade(attempts(*map(str, range(80))))))
+        thread.start()
+        killed, rng = 0, random.Random(1)
+        while thread.is_alive():
+            time.sleep(rng.uniform(0.3, 0.9))
+            for pid in rng.sample(runner.pool.pids(), k=min(1, len(runner.pool.pids()))):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                    killed += 1
+                except ProcessLookupError:
+                    pass
+        thread.join()
+    assert killed >= 2
+    assert [(v.reward, v.error) for v in found[0]] == [(float(n), None) for n in range(80)]
+
+
+def test_a_function_of_the_whole_batch_is_called_once_with_all(own_file: str) -> None:
+    with built(own_file, "rank", workers=2) as rewards:
+        lengths = list(np.random.default_rng(0).permutation(3 * PIECE))
+        assert [v.reward for v in rewards.grade(attempts(*("x" * n for n in lengths)))] == lengths
+    with built(own_file, "whole_fails", max_error_share=1.0) as rewards:
+        assert [v.error for v in rewards.grade(attempts("a", "b"))] == ["OSError: disk"] * 2
+
+
+def test_a_function_declares_that_it_sees_cut_off_responses(own_file: str) -> None:
+    cut = [Attempt("", (), "1", "length"), Attempt("", (), "1", "stop")]
+    with build_rewards([(f"{own_file}:hostile", 1.0, {}), (f"{own_file}:sees_all", 1.0, {})], workers=1) as rewards:
+        assert [v.parts for v in rewards.grade(cut)] == [
+            {"hostile": 0.0, "sees_all": 1.0},
+            {"hostile": 1.0, "sees_all": 1.0},
+        ]
+
+
+def test_plain_functions_run_in_other_processes_that_end_with_the_rewards(own_file: str) -> None:
+    with built(own_file, "pids") as rewards:
+        (first,), (second,) = rewards.grade(attempts("a")), rewards.grade(attempts("b"))
+        assert first.reward == second.reward != os.getpid()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(first.reward), 0)
+
+
+def test_rows_that_are_no_json_are_said(own_file: str) -> None:
+    with built(own_file, "level") as rewards, pytest.raises(DataError, match=r"must be JSON values: .*type set"):
+        rewards.grade(attempts("a", level={1}))
+
+
+def test_a_file_that_imports_here_but_not_in_a_worker_is_an_error_of_ours(own_file: str, tmp_path: Path) -> None:
+    with built(own_file, "slow", max_error_share=1.0) as rewards:
+        (tmp_path / f"{own_file}.py").write_text("raise ImportError('gone')")
+        (verdict,) = rewards.grade(attempts("1"))
+        assert str(verdict.error).startswith("start: no worker can be started: ValueError: cannot import")
+        assert rewards.metrics()["reward/error_start"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        ("nothing", {}, "cannot import"),
+        ("broken_import", {}, "is not a function but int"),
+        ("level", {"bonuss": 1}, "no option 'bonuss'; it has: bonus, max_response_tokens"),
+        ("judge", {"waits": 1}, "no option 'waits'; it has: wait"),
+    ],
+)
+def test_mistakes_are_said_before_work_starts(own_file: str, function: str, options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        built(own_file, function, options)
+
+
+def test_async_functions_get_one_attempt_each_and_run_together(own_file: str) -> None:
+    import importlib
+
+    with built(own_file, "judge", {"wait": 0.2}, concurrency=5, async_timeout_s=30.0) as rewards:
+        assert [v.reward for v in rewards.grade(attempts(*map(str, range(20)), plus=1))] == list(range(1, 21))
+        assert importlib.import_module(own_file).most == 5, "the limit on concurrency is reached and kept"
+        (verdict,) = rewards.grade(attempts("verdict"))
+        assert verdict == Verdict(0.5, "judged", "a", None, True, {"judge": 0.5})
+
+
+def test_an_async_function_that_fails_or_hangs_is_an_error_with_its_cause(own_file: str) -> None:
+    with built(own_file, "judge", async_timeout_s=0.5, max_error_share=0.8) as rewards:
+        verdicts = rewards.grade(attempts("1", "raise", "hang", "nan", "2"))
+        assert [v.error for v in verdicts] == [
+            None,
+            "ConnectionError: no route",
+            "timeout: no answer within 0.5 s",
+            "ValueError: a reward must be a finite number, not nan",
+            None,
+        ]
+        assert rewards.metrics()["reward/error_timeout"] == 1.0
+    with built(own_file, "own_timeout", max_error_share=1.0) as rewards:
+        assert [v.error for v in rewards.grade(attempts("1"))] == ["TimeoutError: the service said so"]
+
+
+def test_an_async_function_that_blocks_its_loop_is_said(own_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnrl.reward.runners.GRACE", 0.1)
+    with built(own_file, "blocking", async_timeout_s=0.1, max_error_share=1.0) as rewards:
+        verdicts = rewards.grade(attempts("1", "2", "3"))
+        assert {v.error for v in verdicts} == {
+            "timeout: the event loop is blocked; an async reward must await what it waits for"
+        }
+
+
+def test_async_rewards_can_be_used_inside_a_running_event_loop(own_file: str) -> None:
+    """A notebook has one of its own."""
+
+    async def notebook() -> list[Verdict]:
+        with built(own_file, "judge") as rewards:
+            return rewards.grade(attempts("1", "2"))
+
+    assert [v.reward for v in asyncio.run(notebook())] == [1.0, 2.0]
+
+
+def test_the_loop_s_thread_ends_with_the_rewards(own_file: str) -> None:
+    with built(own_file, "judge") as rewards:
+        rewards.grade(attempts("1"))
+        (thread,) = (t for t in threading.enumerate() if t.name == "attnrl-reward-judge")
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_several_rewards_of_all_kinds_add_up(own_file: str) -> None:
+    entries = [("math", 1.0, {}), (f"{own_file}:slow", 0.5, {}), (f"{own_file}:judge", 0.25, {})]
+    with build_rewards(entries, workers=1) as rewards:
+        (verdict,) = rewards.grade([Attempt("", ("4",), "4")])
+        assert verdict.parts == {"math": 0.0, "slow": 4.0, "judge": 4.0}
+        assert (verdict.reward, verdict.right) == (3.0, False)

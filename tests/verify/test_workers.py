@@ -1,0 +1,325 @@
+"""The pool of worker processes by itself: what a question did to its worker, and what somebody else did, told apart."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnrl.verify import Verifier
+from attnrl.verify.pool import KILLS, STARTS, TRIES, Pool, Reply, Served
+
+JOIN = 120
+
+SERVED = """
+import os, signal, sys, time
+from pathlib import Path
+
+def make(log, fail=None):
+    with open(log, "a") as file:
+        file.write(f"start {os.getpid()}\\n")
+    if fail == "raise":
+        raise KeyError("no such thing")
+    if fail == "exit":
+        sys.exit(7)
+
+    def serve(question):
+        do, *values = question
+        with open(log, "a") as file:
+            file.write(f"{do}\\n")
+        times = Path(log).read_text().splitlines().count(do)
+        if do == "kill" and times <= values[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if do == "die" and times <= values[0]:
+            os.kill(os.getpid(), getattr(signal, values[1])) if len(values) > 1 else os._exit(3)
+        if do == "raise":
+            raise ValueError("a bad question " + "!" * values[0])
+        if do == "memory":
+            return len(bytearray(8 << 30))
+        if do == "recurse":
+            return serve(question)
+        if do == "sleep":
+            time.sleep(values[0])
+        if do == "print":
+            print('{"id": 1, "value": "from print"}', flush=True)
+        return {"pid": os.getpid(), "values": values}
+
+    return serve
+"""
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "served_here.py").write_text(SERVED)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "log"
+
+
+def pool_of(log: Path, workers: int = 1, timeout: float = 20.0, **options: Any) -> Pool:
+    return Pool(Served("served_here:make", {"log": str(log), **options}), workers, timeout, memory_mb=1024)
+
+
+def ask(pool: Pool, *question: Any, limit: float | None = None) -> Reply:
+    return pool.submit(list(question), limit).result(JOIN)
+
+
+def starts(log: Path) -> int:
+    return sum(line.startswith("start") for line in log.read_text().splitlines())
+
+
+def test_every_question_is_answered_in_its_own_future(log: Path) -> None:
+    pool = pool_of(log, workers=3)
+    replies = [pool.submit(["echo", n, "\ud800é" * n]) for n in range(30)]
+    assert [reply.result(JOIN).value["values"] for reply in replies] == [[n, "\ud800é" * n] for n in range(30)]
+    assert len({reply.result().value["pid"] for reply in replies}) <= 3
+    pool.close()
+    assert pool.pids() == []
+
+
+def test_a_question_larger_than_a_pipe_arrives_whole(log: Path) -> None:
+    pool = pool_of(log)
+    text = "x" * 3_000_000
+    assert ask(pool, "echo", text).value["values"] == [text]
+    pool.close()
+
+
+@pytest.mark.parametrize("kills", [1, 7])
+def test_a_worker_killed_by_somebody_costs_a_try_and_no_answer(log: Path, kills: int) -> None:
+    assert kills < KILLS
+    pool = pool_of(log)
+    assert ask(pool, "kill", kills).value["values"] == [kills]
+    assert starts(log) == kills + 1
+    pool.close()
+
+
+def test_a_question_at_which_workers_are_killed_without_end_is_an_error_of_ours(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnrl.verify.pool.KILLS", 4)
+    pool = pool_of(log)
+    reply = ask(pool, "kill", 4)
+    assert (reply.value, reply.error, reply.ours) == (None, "killed", True)
+    assert "signal 9" in reply.message
+    assert starts(log) == 4
+    assert ask(pool, "echo", 1).error is None
+    pool.close()
+
+
+def test_a_worker_that_dies_once_is_replaced_and_asked_again(log: Path) -> None:
+    pool = pool_of(log)
+    assert ask(pool, "die", TRIES - 1).value["values"] == [TRIES - 1]
+    assert starts(log) == TRIES
+    pool.close()
+
+
+@pytest.mark.parametrize(("how", "said"), [((), "code 3"), (("SIGSEGV",), "signal 11"), (("SIGABRT",), "signal 6")])
+def test_a_question_that_workers_die_of_is_given_up_as_its_own_doing(log: Path, how: tuple[str], said: str) -> None:
+    pool = pool_of(log)
+    reply = ask(pool, "die", 99, *how)
+    assert (reply.value, reply.error, reply.ours) == (None, "crash", False)
+    assert said in reply.message
+    assert log.read_text().splitlines().count("die") == TRIES
+    assert ask(pool, "echo", 1).value["values"] == [1]
+    pool.close()
+
+
+def test_what_is_raised_is_told_with_its_cause_and_the_worker_lives(log: Path) -> None:
+    pool = pool_of(log)
+    before = ask(pool, "echo").value["pid"]
+    reply = ask(pool, "raise", 1)
+    assert reply == Reply(None, "raised", "ValueError: a bad question !")
+    assert not reply.ours
+    assert len(ask(pool, "raise", 9999).message) == 500
+    assert ask(pool, "echo").value["pid"] == before
+    pool.close()
+
+
+def test_memory_and_recursion_are_limits_and_a_full_heap_is_not_used_again(log: Path) -> None:
+    pool = pool_of(log)
+    before = ask(pool, "echo").value["pid"]
+    assert ask(pool, "recurse").error == "limit"
+    assert ask(pool, "echo").value["pid"] == before
+    assert ask(pool, "memory").error == "memory"
+    after = [ask(pool, "echo") for _ in range(3)]
+    assert {reply.value["pid"] for reply in after} != {before}
+    assert starts(log) == 2
+    pool.close()
+
+
+def test_the_wall_limit_is_the_questions_own_or_the_pools(log: Path) -> None:
+    pool = pool_of(log, timeout=0.3)
+    reply = ask(pool, "sleep", 60)
+    assert (reply.error, reply.ours) == ("timeout", False)
+    assert "0.3 s" in reply.message
+    assert log.read_text().splitlines().count("sleep") == 1, "a question that hangs is not asked again"
+    assert ask(pool, "sleep", 0.6, limit=20).value["values"] == [0.6]
+    pool.close()
+
+
+def test_a_worker_that_does_not_read_is_a_timeout(log: Path) -> None:
+    pool = pool_of(log, timeout=0.5)
+    pid = ask(pool, "echo").value["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    assert ask(pool, "echo", "x" * 3_000_000).error == "timeout"
+    assert ask(pool, "echo", 1).value["values"] == [1]
+    pool.close()
+
+
+def test_what_is_printed_does_not_enter_the_replies(log: Path) -> None:
+    pool = pool_of(log)
+    assert ask(pool, "print", 5).value["values"] == [5]
+    pool.close()
+
+
+@pytest.mark.parametrize(("fail", "said"), [("raise", "KeyError: 'no such thing'"), ("exit", "code 7")])
+def test_what_cannot_start_is_an_error_of_ours_with_its_cause(log: Path, fail: str, said: str) -> None:
+    pool = pool_of(log, fail=fail)
+    reply = ask(pool, "echo", 1)
+    assert (reply.value, reply.error, reply.ours) == (None, "start", True)
+    assert said in reply.message
+    assert starts(log) == STARTS
+    pool.close()
+
+
+def test_workers_killed_at_random_during_a_batch_lose_no_answer(log: Path) -> None:
+    pool, rng = pool_of(log, workers=2), random.Random(0)
+    replies = [pool.submit(["sleep", 0.05, n]) for n in range(40)]
+    killed = 0
+    while not all(reply.done() for reply in replies):
+        time.sleep(rng.uniform(0.2, 0.5))
+        if pids := pool.pids():
+            try:
+                os.kill(rng.choice(pids), rng.choice([signal.SIGKILL, signal.SIGTERM]))
+                killed += 1
+            except ProcessLookupError:
+                pass
+    assert killed >= 3
+    assert [reply.result().error for reply in replies] == [None] * 40
+    assert [reply.result().value["values"][1] for reply in replies] == list(range(40))
+    pool.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_breaks_leaves_nobody_waiting(log: Path) -> None:
+    pool = pool_of(log, timeout="soon")  # type: ignore[arg-type]
+    futures: list[Future[Reply]] = [pool.submit(["echo"]) for _ in range(3)]
+    assert [(f.result(JOIN).error, f.result().ours) for f in futures] == [("broken", True)] * 3
+    assert ask(pool, "echo").error == "broken"
+    pool.close()
+    assert pool.open_jobs == 0
+    for thread in threading.enumerate():
+        if thread.name == "attnrl-verify":
+            thread.join(JOIN)  # its exception belongs to this test
+
+
+def test_closing_answers_what_waits_or_gives_it_up(log: Path) -> None:
+    pool = pool_of(log)
+    waiting = [pool.submit(["sleep", 0.05]) for _ in range(4)]
+    pool.close()
+    assert [reply.result(0).error for reply in waiting] == [None] * 4
+    waiting = [pool.submit(["sleep", 0.5]) for _ in range(40)]
+    begun = time.monotonic()
+    pool.close(wait=False)
+    errors = [reply.result(0).error for reply in waiting]
+    assert errors.count("broken") >= 38
+    assert set(errors) <= {"broken", None}
+    assert time.monotonic() - begun < 15, "it waited for what it gave up"
+
+
+def test_closed_workers_are_gone_and_the_next_question_starts_another(log: Path) -> None:
+    pool = pool_of(log)
+    pid = ask(pool, "echo").value["pid"]
+    assert pool.pids() == [pid]
+    pool.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert ask(pool, "echo").value["pid"] != pid
+    pool.close()
+
+
+def test_no_more_workers_than_questions_or_than_allowed(log: Path) -> None:
+    pool = pool_of(log, workers=2)
+    assert pool.pids() == []
+    ask(pool, "echo")
+    assert len(pool.pids()) == 1
+    for reply in [pool.submit(["sleep", 0.3]) for _ in range(6)]:
+        reply.result(JOIN)
+    assert len(pool.pids()) == 2
+    pool.close()
+
+
+def _in_a_fork(check: Any) -> Any:
+    """What `check` returns in a forked child; fails where the child hangs."""
+    context = multiprocessing.get_context("fork")
+    ends = context.Queue()
+    child = context.Process(target=lambda: ends.put(check()))
+    child.start()
+    try:
+        return ends.get(timeout=60)
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_a_forked_child_has_workers_of_its_own_and_leaves_the_parents_alone(log: Path) -> None:
+    pool = pool_of(log)
+    pid = ask(pool, "echo").value["pid"]
+    popen = pool.processes[0].popen
+    assert popen is not None
+    assert popen.stdin is not None
+    pipe = os.readlink(f"/proc/self/fd/{popen.stdin.fileno()}")
+
+    def in_child() -> tuple[int, bool]:
+        found = ask(pool, "echo").value["pid"]
+        pool.close()
+        return found, pipe in map(_target, os.listdir("/proc/self/fd"))
+
+    assert pipe in map(_target, os.listdir("/proc/self/fd"))
+    child_pid, still_open = _in_a_fork(in_child)
+    assert child_pid != pid
+    assert not still_open, "the parent's worker would not see its input end"
+    assert ask(pool, "echo").value["pid"] == pid
+    pool.close()
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:  # that of the listing itself
+        return ""
+
+
+@pytest.mark.parametrize("holder", ["pool", "verifier"])
+def test_a_lock_held_at_the_fork_does_not_stay_locked_in_the_child(log: Path, holder: str) -> None:
+    verifier = Verifier(workers=1)
+    pool = pool_of(log)
+    lock = pool.lock if holder == "pool" else verifier._lock
+    held, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            leave.wait(JOIN)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+
+    def in_child() -> float:
+        if holder == "pool":
+            return float(ask(pool, "echo", 1.0).value["values"][0])
+        return verifier.grade([(r"\boxed{4}", "4")])[0].reward
+
+    try:
+        assert _in_a_fork(in_child) == 1.0
+    finally:
+        leave.set()
+        thread.join()
