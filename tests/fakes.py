@@ -85,7 +85,6 @@ class FakeBackend:
     def load(self, path: Path) -> None:
         self.version = json.loads((path / "fake.json").read_text())["version"]
 
-
     def metrics(self) -> dict[str, float]:
         return {"fake/calls": float(len(self.calls))}
 

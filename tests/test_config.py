@@ -74,7 +74,10 @@ def test_training_refuses_a_truncated_distribution_and_says_why(key: str, value:
         ({"algo.estimator": "no_such_module:f"}, r"algo\.estimator: cannot import"),
         ({"algo.filter": "some"}, r"algo\.filter: unknown name 'some'"),
         ({"algo.schedule": "on_polcy"}, r"algo\.schedule: unknown name 'on_polcy'; did you mean 'on_policy'"),
-        ({"algo.rule": "surprisal", "algo.top_fraction": 0.5}, r"algo\.top_fraction = 0\.5 is set, but nothing takes it"),
+        (
+            {"algo.rule": "surprisal", "algo.top_fraction": 0.5},
+            r"algo\.top_fraction = 0\.5 is set, but nothing",
+        ),
         ({"algo.rule": "none", "algo.width": 3}, r"algo\.width = 3 is set, but nothing takes it"),
         ({"algo.rule": "none", "algo.filter": "all", "algo.delta": 2}, r"algo\.delta = 2 is set"),
         ({"algo.adaptive_batch": False, "algo.history": 0.5}, r"algo\.history = 0\.5 is set"),

@@ -160,9 +160,7 @@ class TaskConfig(Section):
         if not {"more", "fewer"} <= set(self.kinds):
             raise PydanticCustomError("tasks", "kinds must hold 'more' and 'fewer'")
         if self.sides[1] and not {"plus", "minus"} & set(self.kinds):
-            raise PydanticCustomError(
-                "tasks", "sides above 0 need 'plus' or 'minus' among the kinds: they join by it"
-            )
+            raise PydanticCustomError("tasks", "sides above 0 need 'plus' or 'minus' among the kinds: they join by it")
         if self.most_names > self.names:
             need = f"these tasks need {self.most_names} names (operations + 1 + sides + givens + distractors)"
             raise PydanticCustomError("tasks", f"{need} and there are {self.names}; lower one of the ranges")
@@ -272,8 +270,8 @@ class AlgoConfig(Section):
     min_gap_tokens: int = Field(0, ge=0)
     """Smallest distance of branch points from the start and each other, tokens."""
     filter: str = "attention"
-    """Which prompts are branched and trained on: attention (Eq. 8), all, not_all_right (Sec. 4.3), has_spread (DAPO), or
-    package.module:function."""
+    """Which prompts are branched and trained on: attention (Eq. 8), all, not_all_right (Sec. 4.3), has_spread (DAPO),
+    or package.module:function."""
     filter_options: dict[str, Any] = {}
     """Keyword options of the filter: scope = "easy" (prompts with all trunks right) or "all" for attention."""
     budget: str = "difficulty"
@@ -480,7 +478,11 @@ def load_config(preset: str, overrides: Mapping[str, Any] | None = None) -> Conf
     """
     values = read_preset(preset) if preset else {}
     for key, value in (overrides or {}).items():
-        _put(values, key, None if isinstance(value, str) and value.lower() == "none" and key in _optional_keys() else value)
+        _put(
+            values,
+            key,
+            None if isinstance(value, str) and value.lower() == "none" and key in _optional_keys() else value,
+        )
     try:
         return Config.model_validate(values)
     except ValidationError as error:

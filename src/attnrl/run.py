@@ -99,9 +99,7 @@ class Run:
             words = {"metric": metric, "value": value, "iteration": state.iteration}
             self._write_whole(target, state, backend, words)
 
-    def _write_whole(
-        self, target: Path, state: State, backend: Backend, best: dict[str, Any] | None = None
-    ) -> None:
+    def _write_whole(self, target: Path, state: State, backend: Backend, best: dict[str, Any] | None = None) -> None:
         """A checkpoint at `target`, written beside it and renamed, so that a kill leaves the old one or the new one."""
         unfinished = target.with_name(f".unfinished-{target.name}")
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -31,7 +31,7 @@ def test_a_knob_the_part_does_not_have_is_not_offered():
 
 
 def test_an_unknown_option_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"'fci' has no option 'pionts'; did you mean 'points'\?; it has: points, top_fraction"):
+    with pytest.raises(ValueError, match=r"'fci' has no option 'pionts'; did you mean 'points'\?; it has: points"):
         bind(RULES, "fci", {"pionts": 2}, {})
 
 
@@ -41,7 +41,7 @@ def test_positional_parameters_are_no_options():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown name 'fcl'; did you mean 'fci'\?; known: fci, surprisal.*package.module:function"):
+    with pytest.raises(ValueError, match=r"'fcl'; did you mean 'fci'\?; known: fci, surp.*package.module:function"):
         find(RULES, "fcl")
 
 

@@ -71,7 +71,7 @@ class TestOneStepResponses:
         """A group of one-step trunks: no branches, no mean FCI, and samples all the same."""
         group = Group(build.prompt(), tuple(build.trunk(n, r, fci=[2.0]) for n, r in [(4, 1.0), (1, 0.0)]))
         with within(5):
-            planned = plan(group, rule=RULES["fci"], budget=all_trees, trunks=len(group.trunks), rng=np.random.default_rng(0))
+            planned = plan(group, rule=RULES["fci"], budget=all_trees, trunks=2, rng=np.random.default_rng(0))
             assert branch_requests(planned, width=2, max_tokens=8, rng=np.random.default_rng(0)) == []
             samples = ESTIMATORS[name](plant(planned, [], [], width=2), np.random.default_rng(0))
         assert mean_fci(group) == 0.0

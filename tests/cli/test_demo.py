@@ -6,10 +6,10 @@ import io
 from pathlib import Path
 
 import pytest
+from attnrl.cli.console import console_line
 from rich.console import Console
 
 from attnrl import cli
-from attnrl.cli.console import console_line
 from attnrl.cli.demo import choose_place, summary
 from attnrl.cli.train import _trackers
 from attnrl.config import Config, load_config

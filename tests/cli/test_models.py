@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from attnrl.cli.assemble import build_evaluate, evaluation_records, model_path, newest_model
 
 from attnrl import cli
-from attnrl.cli.assemble import build_evaluate, evaluation_records, model_path, newest_model
 from attnrl.cli.eval import known_settings
 from attnrl.config import TaskConfig, load_config
 from attnrl.data.tasks import make_tasks

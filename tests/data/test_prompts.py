@@ -112,9 +112,7 @@ def test_a_benchmark_is_rendered_whole_or_not_at_all():
     rows = [record("one", 1), record("one two three", 2), record("one", 3)]
     prompts = render_benchmark("mine", rows, words_tokenizer(), template="{problem}", max_prompt_tokens=4)
     assert [p.problem for p in prompts] == ["one", "one two three", "one"]
-    with pytest.raises(
-        DataError, match=r"mine: 1 of 3 .*more than 3 tokens, the first is f:2; raise eval"
-    ):
+    with pytest.raises(DataError, match=r"mine: 1 of 3 .*more than 3 tokens, the first is f:2; raise eval"):
         render_benchmark("mine", rows, words_tokenizer(), template="{problem}", max_prompt_tokens=3)
     with pytest.raises(ConfigError, match="words that this model's tokenizer does not know"):
         render_benchmark("mine", [record("four")], words_tokenizer(), template="{problem}")

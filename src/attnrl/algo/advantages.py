@@ -168,8 +168,7 @@ def chain(forest: Forest, rng: np.random.Generator, *, only_below: float | None 
     return samples
 
 
-for _estimator in (grpo, chain):
-    _estimator.trains = "trunks"  # type: ignore[attr-defined]
+grpo.trains = chain.trains = "trunks"  # type: ignore[attr-defined]
 
 ESTIMATORS: dict[str, Callable[..., list[Sample]]] = {
     "tree": tree,

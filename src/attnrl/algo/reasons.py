@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attnrl.algo.branching import candidates, top_steps
-from attnrl.types import Forest, Tree, Trunk
+from attnrl.types import Branch, Forest, Tree, Trunk
 
 STEP_REASONS = {
     "point": "branch point",
@@ -111,7 +111,9 @@ def _tree_reason(tree: Tree, points: int, chosen: bool | None, branching: bool, 
 
 def prompt_reason(forest: Forest, *, taught: bool) -> str:
     """Why a prompt that the filter kept taught, or did not."""
-    leaves = [leaf for t in forest.trees for leaf in (t.trunk, *t.branches)]
+    leaves: list[Trunk | Branch] = []
+    for tree in forest.trees:
+        leaves += [tree.trunk, *tree.branches]
     if taught:
         return "taught"
     if not leaves:

@@ -51,7 +51,9 @@ def forest_statistics(forests: Sequence[Forest]) -> dict[str, float]:
     """
     branched = [f for f in forests if any(t.branches for t in f.trees)]
     branches = [[b for t in f.trees for b in t.branches] for f in branched]
-    both = [[*(t.trunk for t in f.trees), *drawn] for f, drawn in zip(branched, branches, strict=True)]
+    both: list[list[Trunk | Branch]] = [
+        [*(t.trunk for t in f.trees), *drawn] for f, drawn in zip(branched, branches, strict=True)
+    ]
     metrics = {
         "trees/count": float(sum(bool(t.branches) for f in forests for t in f.trees)),
         "trees/leaves": float(sum(1 + len(t.branches) for f in forests for t in f.trees)),

@@ -118,9 +118,7 @@ def evaluate_stored(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
         responses = grade_stored(
             flags.responses, rewards.grade, lambda name: load_benchmark(name, config.data.directory)
         )
-    report = Report(
-        responses, ks=config.evaluation.ks, settings={"responses": str(flags.responses)}, seed=flags.seed
-    )
+    report = Report(responses, ks=config.evaluation.ks, settings={"responses": str(flags.responses)}, seed=flags.seed)
     if flags.output is not None:
         report.save(flags.output)
     show_report(report, flags.output)

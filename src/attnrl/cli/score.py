@@ -74,7 +74,9 @@ def main(argv: list[str]) -> int:
     metrics: dict[str, float] = {}
     scored = score(flags.model, [row for _, row in rows], config=config, chat=flags.chat, metrics=metrics)
     numbers = [number for number, _ in rows]
-    pq.write_table(to_table({"row": n, **step} for n, s in zip(numbers, scored, strict=True) for step in s.steps), flags.output)
+    pq.write_table(
+        to_table({"row": n, **step} for n, s in zip(numbers, scored, strict=True) for step in s.steps), flags.output
+    )
     summary(Console(), flags.output, scored, metrics, config.algo.delta)
     return 0
 
@@ -86,9 +88,8 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
         if not path.is_file():
             raise MissingFileError(f"{path}: no such file; give a .jsonl, .jsonl.gz or .parquet file")
-        table = pq.read_table(path).to_pylist()
-        rows = [(n, _trunk(row) if "kind" in row else row) for n, row in enumerate(table, start=1)]
-        rows = [(n, row) for n, row in rows if row is not None]
+        table = enumerate(pq.read_table(path).to_pylist(), start=1)
+        rows = [(n, _response(row)) for n, row in table if row.get("kind") != "branch"]
     else:
         rows = [(index + 1, row) for _, index, row in read_lines(path, "write one response a line")]
     if not rows:
@@ -96,9 +97,9 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     return [(n, {**row, "where": f"{path}:{n}"}) for n, row in rows]
 
 
-def _trunk(row: dict[str, Any]) -> dict[str, Any] | None:
-    """A trunk of a forest file as a response; None for a branch."""
-    return {"problem": row["problem"], "response_ids": row["ids"]} if row["kind"] == "trunk" else None
+def _response(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as a response; a trunk of a forest file has its token ids."""
+    return {"problem": row["problem"], "response_ids": row["ids"]} if "kind" in row else row
 
 
 def to_table(rows: Iterable[dict[str, Any]]) -> pa.Table:
@@ -123,9 +124,7 @@ def to_table(rows: Iterable[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(list(rows), schema=schema)
 
 
-def summary(
-    console: Console, output: Path, scored: Sequence[Scored], metrics: dict[str, float], delta: int
-) -> None:
+def summary(console: Console, output: Path, scored: Sequence[Scored], metrics: dict[str, float], delta: int) -> None:
     """What was scored, how fast and by which kernels, and how FCI goes with position."""
     from attnrl.launch.scoring import position_correlations
 

@@ -18,36 +18,30 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from attnrl.cli.flags import read_flags, unset
+from attnrl.cli.flags import read_flags
 from attnrl.cli.lines import read_lines
+from attnrl.config import Section, load_config
 from attnrl.errors import ConfigError, DataError
 from attnrl.types import Verdict
 from attnrl.verify import Verifier
 
+SHORT = {"workers": "verify.workers", "timeout": "verify.timeout_s", "memory_mb": "verify.memory_mb"}
 
-@dataclass(frozen=True, slots=True)
-class Options:
+
+class VerifyFlags(Section):
     """The flags of `attnrl verify`."""
 
-    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """JSON lines, plain or .gz, with the fields response and gold."""
-    output: Annotated[Path | None, unset("FILE")] = None
-    """Where the verdicts go, one JSON object a line; default: FILE with .verdicts.jsonl at its end."""
-    workers: Annotated[int | None, unset("INT")] = None
-    """Worker processes for the symbolic grader; default: one a core, four at most."""
-    timeout: float = 5.0
-    """Seconds of wall clock for one answer in a worker; it is killed then."""
-    memory_mb: int = 2048
-    """Address space of one worker in MiB."""
-    disagreements: Annotated[Path | None, unset("FILE")] = None
+    file: Path
+    """a file of JSON lines, plain or .gz, with the fields response and gold."""
+    output: Path | None = None
+    """Where the verdicts go, one JSON object a line; by default FILE with .verdicts.jsonl at its end."""
+    disagreements: Path | None = None
     """Log here (JSON lines) every answer on which our rules and math-verify differ; slow: both grade everything."""
 
 
@@ -108,13 +102,14 @@ def summary(verdicts: Sequence[Verdict], seconds: float) -> Table:
 
 
 def main(argv: list[str]) -> int:
-    options = read_flags(Options, argv, str(__doc__))
+    options, overrides = read_flags(VerifyFlags, argv, str(__doc__), short=SHORT, words="file")
+    limits = load_config("", overrides).verify
     rows, without_gold = read_rows(options.file)
     output = options.output or options.file.with_name(f"{options.file.name}.verdicts.jsonl")
     if output.exists() and output.samefile(options.file):
         raise ConfigError(f"--output {output} is the input itself; name another file")
     started = time.perf_counter()
-    with Verifier(options.workers, options.timeout, options.memory_mb, disagreements=options.disagreements) as verifier:
+    with Verifier(limits.workers, limits.timeout_s, limits.memory_mb, disagreements=options.disagreements) as verifier:
         verdicts = verifier.grade([(row["response"], golds_of(row)) for row in rows], progress=len(rows) > 1000)
     seconds = time.perf_counter() - started
     write_verdicts(output, rows, verdicts)

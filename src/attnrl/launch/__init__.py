@@ -1,8 +1,8 @@
 """From a config to a run, an evaluation or scores: the Python API, and the only place that knows all the parts.
 
-    attnrl.train("demo", "runs/a")
-    attnrl.evaluate("runs/a", output="results/a")
-    attnrl.score("demo", [(prompt, response)])
+attnrl.train("demo", "runs/a")
+attnrl.evaluate("runs/a", output="results/a")
+attnrl.score("demo", [(prompt, response)])
 """
 
 from attnrl.launch.evaluating import evaluate

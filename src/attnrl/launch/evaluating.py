@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,9 +109,7 @@ def settings_of(model: str, overrides: Mapping[str, Any] | None = None) -> tuple
     return "", load_config("", overrides)
 
 
-def build_evaluate(
-    config: Config, prompts: Mapping[str, Sequence[Prompt]], backend: Backend, parts: Parts
-) -> Evaluate:
+def build_evaluate(config: Config, prompts: Mapping[str, Sequence[Prompt]], backend: Backend, parts: Parts) -> Evaluate:
     """The held-out evaluation of a run: metrics `eval/<benchmark>/...`; the same seeds each time."""
     from attnrl.evaluation import evaluate as measure
 

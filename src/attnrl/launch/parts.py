@@ -15,6 +15,7 @@ from attnrl.algo.steps import SEGMENTERS
 from attnrl.config import AlgoConfig, Config
 from attnrl.errors import ConfigError
 from attnrl.iteration import SCHEDULES, Parts, Stream
+from attnrl.launch.models import decoder
 from attnrl.types import Ids, Sampling, Scoring
 
 if TYPE_CHECKING:
@@ -72,9 +73,7 @@ def check_taken(algo: AlgoConfig, bound: Mapping[str, partial[Any]]) -> None:
 def target_samples(config: Config, bound: Mapping[str, partial[Any]]) -> int | None:
     """B' of Eq. 10 for these parts; None where a rule does not say how many points it gives."""
     algo = config.algo
-    return full_batch(
-        bound["rule"], bound["estimator"], prompts=algo.prompts, group=algo.group, width=algo.width
-    )
+    return full_batch(bound["rule"], bound["estimator"], prompts=algo.prompts, group=algo.group, width=algo.width)
 
 
 def scoring_of(config: Config, parts: Sequence[Callable[..., Any]]) -> Scoring | None:

@@ -130,7 +130,8 @@ def _problem_ids(problem: str, tokenizer: Any, config: Config) -> list[int]:
         system=data.system,
         chat_options=data.chat_options,
     )
-    return prompt.ids.tolist()
+    ids: list[int] = prompt.ids.tolist()
+    return ids
 
 
 def step_records(

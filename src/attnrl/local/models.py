@@ -67,7 +67,7 @@ def check_model_path(name_or_path: str | Path) -> str:
 
 
 def check_reachable(name: str) -> None:
-    """Raise, within seconds, where a hub name is neither in the cache nor to be had: the hub's client tries for long."""
+    """Raise within seconds where a hub name is neither in the cache nor to be had: the hub's client tries for long."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if Path(name).is_dir() or constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
