@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from attnrl.version import __version__
+
 if TYPE_CHECKING:
     from attnrl.config import load_config
     from attnrl.launch import evaluate, score, train
 
-__version__ = "0.1.0"
-__all__ = ["evaluate", "load_config", "score", "train"]
+__all__ = ["__version__", "evaluate", "load_config", "score", "train"]
 
 
 def __getattr__(name: str) -> Any:

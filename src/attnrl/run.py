@@ -29,13 +29,13 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from attnrl import __version__
 from attnrl.algo.reasons import Reasons
 from attnrl.backend import Backend
 from attnrl.checkpoint import load_state, save_state
 from attnrl.config import may_change
 from attnrl.errors import ConfigError
 from attnrl.types import Forest, Ids, State
+from attnrl.version import __version__
 
 PACKAGES = ("torch", "transformers", "numpy", "math-verify", "triton", "vllm", "verl")
 ROWS_PER_GROUP = 120  # of a forest file: four prompts of 30 leaves

@@ -22,19 +22,20 @@ from transformers import (
 from attnrl.config import load_config
 from attnrl.data.task_tokenizer import task_tokenizer
 from attnrl.errors import ConfigError, MissingFileError
-from attnrl.local import BackendOptions, LearnerOptions, LocalBackend, LoraOptions, LossOptions, load_backend
-from attnrl.local.backend import backend_from_config, learner_options
+from attnrl.local.backend import LocalBackend, build, build_learner
 from attnrl.local.logprobs import pack_logprobs
-from attnrl.local.models import add_lora, prepare_model
+from attnrl.local.models import add_lora, load_tokenizer, prepare_model
 from attnrl.local.packing import pack
-from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Step, as_floats, as_ids
+from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scoring, Step, as_floats, as_ids
 
 KINDS: dict[str, Any] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
 }
-OPTIONS = LearnerOptions(lr=1e-3, minibatch_prompts=2, microbatch_tokens=64, loss=LossOptions(kl_weight=0.01))
+UPDATE = {"lr": 1e-3, "minibatch_prompts": 2, "microbatch_tokens": 64, "kl_weight": 0.01}
+CONFIG = load_config("", {f"update.{key}": value for key, value in UPDATE.items()} | {"engine.local.device": "cpu"})
+LORA = load_config("", {"model.lora_rank": 4, "model.lora_targets": ["q_proj", "down_proj"]}).model
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +66,19 @@ def tiny(tokenizer: PreTrainedTokenizerFast, kind: str = "qwen2", dtype: torch.d
     return prepare_model(made.to(dtype))
 
 
-def draw(backend: LocalBackend, count: int = 8, seed: int = 0) -> tuple[list[Request], list[Rollout]]:
+def trainable(model: Any, tokenizer: Any) -> LocalBackend:
+    return LocalBackend(model, tokenizer, learner=build_learner(CONFIG, model))
+
+
+def draw(
+    backend: LocalBackend, count: int = 8, seed: int = 0, temperature: float = 1.0
+) -> tuple[list[Request], list[Rollout]]:
     rng = np.random.default_rng(seed)
     requests = [
         Request(as_ids(rng.integers(4, 60, int(rng.integers(3, 20)))), max_tokens=int(rng.integers(4, 24)), seed=i)
         for i in range(count)
     ]
-    return requests, backend.generate(requests, Sampling(temperature=backend.options.temperature))
+    return requests, backend.generate(requests, Sampling(temperature=temperature))
 
 
 def samples_of(requests: list[Request], rollouts: list[Rollout]) -> list[Sample]:
@@ -97,8 +104,8 @@ def test_sampler_learner_and_scorer_agree_on_log_probs(
     tokenizer: PreTrainedTokenizerFast, kind: str, temperature: float
 ) -> None:
     """Trunks, and branches that continue them; within 1e-4 per token, in float32."""
-    backend = LocalBackend(tiny(tokenizer, kind), tokenizer, options=BackendOptions(temperature=temperature))
-    requests, rollouts = draw(backend)
+    backend = LocalBackend(tiny(tokenizer, kind), tokenizer)
+    requests, rollouts = draw(backend, temperature=temperature)
     long = [(r, o) for r, o in zip(requests, rollouts, strict=True) if len(o.ids) > 2]
     branches = [Request(np.concatenate([r.context, o.ids[:2]]), max_tokens=12, seed=90) for r, o in long]
     requests = requests + branches
@@ -108,13 +115,14 @@ def test_sampler_learner_and_scorer_agree_on_log_probs(
     learner = pack_logprobs(backend.model, packed, temperature=temperature)
     torch.testing.assert_close(learner, packed.behaviour_N, atol=1e-4, rtol=0)
     asked = [ScoreRequest(s.prompt, s.response, (Step(0, len(s.response)),)) for s in samples]
-    scores = np.concatenate([s.logprobs for s in backend.score(asked)])
+    scores = np.concatenate([s.logprobs for s in backend.score(asked, Scoring(temperature=temperature))])
     np.testing.assert_allclose(scores, packed.behaviour_N.numpy(), atol=1e-4)
 
 
 def test_first_update_is_on_policy_then_versions_rise(tokenizer: PreTrainedTokenizerFast) -> None:
-    options = LearnerOptions(lr=1e-3, minibatch_prompts=None, loss=LossOptions(kl_weight=0.01))
-    backend = LocalBackend(tiny(tokenizer), tokenizer, learner=options)
+    model = tiny(tokenizer)
+    whole = load_config("", {"update.lr": 1e-3, "update.minibatch_prompts": None, "update.kl_weight": 0.01})
+    backend = LocalBackend(model, tokenizer, learner=build_learner(whole, model))
     requests, rollouts = draw(backend)
     metrics = backend.update(samples_of(requests, rollouts))
     assert metrics["policy/behaviour_kl"] == pytest.approx(0.0, abs=1e-6)
@@ -136,9 +144,8 @@ def test_a_loaded_checkpoint_continues_bit_for_bit(
     def build() -> LocalBackend:
         model = tiny(tokenizer, dtype=dtype)
         if lora:
-            torch.manual_seed(5)
-            model = add_lora(model, LoraOptions(rank=4, targets=("q_proj", "down_proj")))
-        return LocalBackend(model, tokenizer, learner=OPTIONS)
+            model = add_lora(model, LORA, seed=5)
+        return trainable(model, tokenizer)
 
     def go_on(backend: LocalBackend, iterations: int) -> list[dict[str, float]]:
         return [backend.update(samples_of(*draw(backend, seed=backend.version))) for _ in range(iterations)]
@@ -162,8 +169,8 @@ def test_a_loaded_checkpoint_continues_bit_for_bit(
 def test_a_checkpoint_is_a_hugging_face_model(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, lora: bool) -> None:
     model = tiny(tokenizer)
     if lora:
-        model = add_lora(model, LoraOptions(rank=4, targets=("q_proj", "v_proj")))
-    backend = LocalBackend(model, tokenizer, learner=OPTIONS)
+        model = add_lora(model, LORA, seed=0)
+    backend = trainable(model, tokenizer)
     requests, rollouts = draw(backend)
     backend.update(samples_of(requests, rollouts))
     backend.save(tmp_path)
@@ -175,7 +182,8 @@ def test_a_checkpoint_is_a_hugging_face_model(tokenizer: PreTrainedTokenizerFast
             logprobs = torch.log_softmax(loaded(ids).logits[0].float(), -1)[len(sample.prompt) - 1 : -1]
         found = logprobs.gather(-1, ids[0, len(sample.prompt) :, None])[:, 0]
         np.testing.assert_allclose(found.numpy(), sample.logprobs, atol=1e-4)
-    again, reloaded = load_backend(tmp_path / "model", device="cpu", dtype="float32")
+    reloaded = load_tokenizer(tmp_path / "model")
+    again = build(CONFIG, model=str(tmp_path / "model"), tokenizer=reloaded, learn=False)
     assert reloaded.encode("How many lamps are there?") == tokenizer.encode("How many lamps are there?")
     assert all(np.array_equal(a.ids, b.ids) for a, b in zip(draw(again)[1], draw(backend)[1], strict=True))
 
@@ -183,36 +191,36 @@ def test_a_checkpoint_is_a_hugging_face_model(tokenizer: PreTrainedTokenizerFast
 def test_evaluation_needs_no_learner(tokenizer: PreTrainedTokenizerFast) -> None:
     backend = LocalBackend(tiny(tokenizer), tokenizer)
     assert backend.learner is None
-    with pytest.raises(ConfigError, match="without learner options"):
+    with pytest.raises(ConfigError, match="without a learner"):
         backend.update([])
 
 
 def test_missing_paths_are_named_before_anything_loads(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="nowhere"):
-        load_backend(tmp_path / "nowhere")
+        build(CONFIG, model=str(tmp_path / "nowhere"), tokenizer=tokenizer)
     with pytest.raises(MissingFileError, match=r"config\.json"):
-        load_backend(str(tmp_path))
+        build(CONFIG, model=str(tmp_path), tokenizer=tokenizer)
     backend = LocalBackend(tiny(tokenizer), tokenizer)
     with pytest.raises(MissingFileError, match="no checkpoint"):
         backend.load(tmp_path)
     with pytest.raises(MissingFileError, match="no directory"):
         backend.save(tmp_path / "nowhere")
     backend.export(tmp_path)
-    with pytest.raises(ConfigError, match="int3"):
-        load_backend(tmp_path, device="cpu", dtype="int3")
+    strange = load_config("", {"engine.local.device": "gpu"})
     with pytest.raises(ConfigError, match="gpu"):
-        load_backend(tmp_path, device="gpu")
+        build(strange, model=str(tmp_path), tokenizer=tokenizer)
 
 
 def test_a_config_becomes_a_backend(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     LocalBackend(tiny(tokenizer), tokenizer).export(tmp_path)
-    flags = {"model.path": str(tmp_path), "model.device": "cpu", "update.lr": 2e-4, "update.dual_clip": 3.0}
-    config = load_config("attnrl_1p5b", {**flags, "model.lora_rank": 2, "sampling.temperature": 0.8})
-    options = learner_options(config)
-    assert (options.lr, options.loss.dual_clip, options.temperature) == (2e-4, 3.0, 0.8)
-    backend = backend_from_config(config)
+    flags = {"engine.local.device": "cpu", "engine.local.rows": 3, "update.lr": 2e-4, "update.dual_clip": 3.0}
+    config = load_config("attnrl_1p5b", {**flags, "model.lora_rank": 2, "sampling.temperature": 0.8, "run.seed": 7})
+    backend = build(config, model=str(tmp_path), tokenizer=tokenizer)
     assert backend.learner is not None
-    trainable = {n for n, p in backend.model.named_parameters() if p.requires_grad}
-    assert trainable
-    assert all("lora" in name for name in trainable)
+    learner = backend.learner
+    assert (learner.options.lr, learner.options.dual_clip, learner.temperature, learner.seed) == (2e-4, 3.0, 0.8, 7)
+    assert backend.sampler.rows == 3
+    adapters = {n for n, p in backend.model.named_parameters() if p.requires_grad}
+    assert adapters
+    assert all("lora" in name for name in adapters)
     assert backend.update(samples_of(*draw(backend)))["policy/updates"] == 1

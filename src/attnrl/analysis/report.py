@@ -18,12 +18,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from attnrl import __version__
 from attnrl.analysis.curves import POINTS, curves, headline
 from attnrl.analysis.figures import DRAWN, SECTIONS
 from attnrl.analysis.pages import fci_by_position, forest_pages
 from attnrl.analysis.records import RunRecord, distinct_names, read_run
 from attnrl.errors import ConfigError, MissingFileError
+from attnrl.version import __version__
 
 SCRIPTS = ("charts.js", "trees.js", "report.js")
 

@@ -10,8 +10,8 @@ import importlib
 import os
 import sys
 
-from attnrl import __version__
 from attnrl.errors import AttnRLError, Interrupted
+from attnrl.version import __version__
 
 COMMANDS = {
     "demo": "train a tiny model on this machine and show that it got better",
