@@ -19,9 +19,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from attnrl.cli.flags import read_flags
-from attnrl.config import Section, TaskConfig
+from attnrl.config import Section, TaskConfig, load_config
 from attnrl.launch.models import model_path
 from attnrl.local.warmup import Shape, WarmupOptions, prepare_warmup
+
+SHORT = {"device": "engine.local.device", "dtype": "model.dtype"}
 
 
 class WarmupFlags(Section):
@@ -31,10 +33,6 @@ class WarmupFlags(Section):
     """Directory to write to; it must not hold a model yet."""
     model: str | None = None
     """Start from this model directory or hub name ("demo": comes with attnrl), with its tokenizer, not a new model."""
-    device: str = "auto"
-    """auto (CUDA where there is one), cpu, cuda."""
-    dtype: str = "auto"
-    """Weights during training: auto (bfloat16 on CUDA, float32 elsewhere), float32, bfloat16. Optimizer: float32."""
     training: WarmupOptions = WarmupOptions(seconds=300.0)
     shape: Shape = Shape()
     task: TaskConfig = TaskConfig()
@@ -42,16 +40,16 @@ class WarmupFlags(Section):
 
 def main(argv: list[str]) -> int | None:
     """Warm up, save, and say how good the model is."""
-    arguments, _ = read_flags(WarmupFlags, argv, str(__doc__), flat="training")
-    console = Console()
+    arguments, overrides = read_flags(WarmupFlags, argv, str(__doc__), flat="training", short=SHORT)
+    console, config = Console(), load_config("", overrides)
     run = prepare_warmup(
         arguments.output,
         arguments.task,
         arguments.training,
         shape=arguments.shape,
         model=model_path(arguments.model) if arguments.model is not None else None,
-        device=arguments.device,
-        dtype=arguments.dtype,
+        device=config.engine.local.device,
+        dtype=config.model.dtype,
     )
     count = sum(p.numel() for p in run.model.parameters())
     console.print(f"{count / 1e6:.2f}M parameters on {run.model.device}, {run.model.dtype}")
