@@ -144,7 +144,8 @@ def test_no_knob_is_declared_twice() -> None:
             if not node.name.endswith(("Options", "Flags", "Config", "Settings", "Spec", "Arguments")):
                 continue
             for line in node.body:
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.value is not None:
-                    if line.target.id in last and f"{node.name}.{line.target.id}" not in other_things:
-                        found.append(f"{file.relative_to(ROOT)}: {node.name}.{line.target.id}")
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                    name = line.target.id
+                    if name in last and f"{node.name}.{name}" not in other_things:
+                        found.append(f"{file.relative_to(ROOT)}: {node.name}.{name}")
     assert not found, "\n".join(found)
