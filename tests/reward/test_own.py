@@ -213,6 +213,14 @@ def test_what_the_response_breaks_is_wrong_and_spares_its_neighbours(own_file: s
         assert [v.reward for v in verdicts[::2]] == [1.0, 2.0, 3.0, 4.0]
 
 
+def test_a_function_that_every_response_breaks_is_broken_itself(own_file: str) -> None:
+    with built(own_file, "hostile") as rewards:
+        with pytest.raises(TrainingError, match="limit: RecursionError; so did every attempt of the batch"):
+            rewards.grade(attempts(*["recurse"] * PIECE))
+        almost = rewards.grade(attempts(*["recurse"] * (PIECE - 1), "1"))
+        assert [(v.reward, v.error) for v in almost] == [(0.0, None)] * (PIECE - 1) + [(1.0, None)]
+
+
 def test_too_many_errors_stop_the_run_with_the_most_frequent_cause(own_file: str) -> None:
     with (
         built(own_file, "hostile") as rewards,
@@ -285,8 +293,8 @@ def test_a_file_that_imports_here_but_not_in_a_worker_is_an_error_of_ours(own_fi
     [
         ("nothing", {}, "cannot import"),
         ("broken_import", {}, "is not a function but int"),
-        ("level", {"bonuss": 1}, "no option 'bonuss'; it has: bonus, max_response_tokens"),
-        ("judge", {"waits": 1}, "no option 'waits'; it has: wait"),
+        ("level", {"bonuss": 1}, "no option 'bonuss'; did you mean 'bonus'"),
+        ("judge", {"waits": 1}, "no option 'waits'; did you mean 'wait'"),
     ],
 )
 def test_mistakes_are_said_before_work_starts(own_file: str, function: str, options: dict, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from typing import Any
 
@@ -62,8 +63,9 @@ def gym_records(
 
 
 def _info(entry: dict[str, Any]) -> dict[str, Any]:
-    difficulty = entry.get("metadata", {}).get("difficulty")
-    return {} if difficulty is None else {"difficulty": difficulty}
+    """Difficulty, and the metadata that the task's own scorer reads (the reward `gym`), as JSON holds it."""
+    metadata = json.loads(json.dumps(entry.get("metadata", {}), default=str))
+    return {"metadata": metadata} | ({"difficulty": metadata["difficulty"]} if "difficulty" in metadata else {})
 
 
 def _gym() -> Any:

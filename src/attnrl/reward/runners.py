@@ -20,6 +20,7 @@ from attnrl.types import Attempt, Verdict
 from attnrl.verify.pool import Pool, Reply
 
 PIECE = 8  # attempts that a worker gets at a time
+BROKEN = ("timeout", "memory", "limit", "crash")  # rules of a response that broke the function
 GRACE = 5.0  # seconds past which an event loop that should have answered is blocked
 
 Finish = Callable[[], list[Verdict]]
@@ -68,13 +69,10 @@ class InWorkers:
 
         def finish() -> list[Verdict]:
             again = [self._apart(piece, future.result()) for piece, future in zip(pieces, futures, strict=True)]
-            verdicts: list[Verdict] = []
+            replies: list[tuple[Reply, int]] = []
             for piece, future, alone in zip(pieces, futures, again, strict=True):
-                if alone:
-                    verdicts += [self._verdicts(one.result(), 1)[0] for one in alone]
-                else:
-                    verdicts += self._verdicts(future.result(), len(piece))
-            return verdicts
+                replies += [(one.result(), 1) for one in alone] or [(future.result(), len(piece))]
+            return self._not_all_broken([v for reply, count in replies for v in self._verdicts(reply, count)])
 
         return finish
 
@@ -97,7 +95,15 @@ class InWorkers:
             return [Verdict(0.0, self.label, None, reply.message)] * count
         if reply.ours or count > 1:  # of a whole batch nobody can tell who did it
             return [Verdict(0.0, self.label, None, f"{reply.error}: {reply.message}")] * count
-        return [Verdict(0.0, reply.error)]
+        return [Verdict(0.0, reply.error, reply.message)]
+
+    def _not_all_broken(self, verdicts: list[Verdict]) -> list[Verdict]:
+        """The verdicts; errors where every response broke the function: then the function itself is broken."""
+        if len(verdicts) < PIECE or not all(verdict.rule in BROKEN for verdict in verdicts):
+            return verdicts
+        return [
+            Verdict(0.0, v.rule, None, f"{v.rule}: {v.answer}; so did every attempt of the batch") for v in verdicts
+        ]
 
     def close(self, *, wait: bool = True) -> None:
         self.pool.close(wait=wait)
@@ -151,10 +157,24 @@ class InLoop:
         """The event loop; started with the first batch, and anew in a forked child."""
         if self.loop is None or self.owner != os.getpid():
             self.loop, self.owner = asyncio.new_event_loop(), os.getpid()
-            threading.Thread(target=self.loop.run_forever, daemon=True, name=f"attnrl-reward-{self.label}").start()
+            threading.Thread(target=_serve, args=(self.loop,), daemon=True, name=f"attnrl-reward-{self.label}").start()
         return self.loop
 
     def close(self, *, wait: bool = True) -> None:
         if self.loop is not None and self.owner == os.getpid():
             self.loop.call_soon_threadsafe(self.loop.stop)
         self.loop = None
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Runs the loop until it is stopped, and lets go what still waits in it."""
+    loop.run_forever()
+    loop.run_until_complete(_let_go())
+    loop.close()
+
+
+async def _let_go() -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)

@@ -259,7 +259,7 @@ def _as_golds(at: int, response: object, gold: Gold) -> list[str]:
     return golds
 
 
-_shared = Verifier()  # costs nothing before its first symbolic question
+shared = Verifier()  # costs nothing before its first symbolic question
 
 
 def is_correct(response: str, gold: str | list[str]) -> bool:
@@ -268,4 +268,4 @@ def is_correct(response: str, gold: str | list[str]) -> bool:
     >>> is_correct(r"<think>...</think> The answer is \\boxed{\\frac{2}{4}}.", "0.5")
     True
     """
-    return bool(_shared.grade([(response, gold)])[0].reward)
+    return bool(shared.grade([(response, gold)])[0].reward)
