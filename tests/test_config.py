@@ -29,7 +29,7 @@ def test_the_paper_preset_states_the_papers_numbers() -> None:
     assert (algo.prompts, algo.group, algo.points, algo.width, algo.delta) == (64, 6, 2, 2, 4)
     assert (algo.top_fraction, algo.history) == (0.2, 0.9)
     assert (update.lr, update.clip_low, update.clip_high, update.kl_weight) == (1e-6, 0.2, 0.28, 0.001)
-    assert (update.minibatch_prompts, config.sampling.max_response_tokens) == (32, 8192)
+    assert (update.minibatches, update.minibatch_samples, config.sampling.max_response_tokens) == (2, None, 8192)
 
 
 def test_released_differs_from_paper_where_method_says_so() -> None:
@@ -37,6 +37,7 @@ def test_released_differs_from_paper_where_method_says_so() -> None:
     assert (paper.algo.min_gap_tokens, released.algo.min_gap_tokens) == (0, 512)
     assert released.algo.budget_options == {"rounding": "ceil"}
     assert (released.algo.mode, released.algo.drop, released.update.dual_clip) == ("released", "prompts", 3.0)
+    assert (released.update.minibatches, released.update.minibatch_samples) == (None, 192)
     assert released.algo.rule == paper.algo.rule
 
 
@@ -114,11 +115,30 @@ def test_every_key_is_documented() -> None:
     assert [key for key, about in keys().items() if not about] == []
 
 
-def test_none_is_nothing_where_a_key_may_be_empty_and_a_name_elsewhere() -> None:
-    nothing = dict.fromkeys(["update.minibatch_prompts", "algo.rule", "algo.credit"], "none")
-    config = load_config("attnrl_1p5b", nothing)
-    assert config.update.minibatch_prompts is None
-    assert (config.algo.rule, config.algo.credit) == ("none", "none")
+def test_none_is_nothing_where_a_key_may_be_empty_and_a_name_elsewhere(tmp_path: Path) -> None:
+    """Also in a file: TOML has no word for nothing."""
+    nothing = dict.fromkeys(["update.minibatches", "algo.rule", "algo.credit"], "none")
+    file = tmp_path / "mine.toml"
+    file.write_text('base = "attnrl_1p5b"\nalgo.rule = "none"\nalgo.credit = "none"\nupdate.minibatches = "none"\n')
+    for config in (
+        load_config("attnrl_1p5b", {**nothing, "update.minibatch_samples": 4}),
+        load_config(str(file), {"update.minibatch_samples": 4}),
+    ):
+        assert config.update.minibatches is None
+        assert (config.algo.rule, config.algo.credit) == ("none", "none")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"update.minibatch_samples": 4}, r"update: minibatch_samples is set beside minibatches: .*none"),
+        ({"update.minibatches": "none"}, r"update: set minibatches or minibatch_samples"),
+        ({"update.minibatches": 0}, r"update\.minibatches: .*greater than or equal to 1"),
+    ],
+)
+def test_minibatches_are_said_in_one_way(overrides: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("attnrl_1p5b", overrides)
 
 
 def test_one_name_is_a_list_of_one() -> None:

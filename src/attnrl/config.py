@@ -337,10 +337,10 @@ class UpdateConfig(Section):
     """Weight of the k3 KL to the frozen start policy; 0 keeps no reference in memory."""
     entropy_weight: float = 0.0
     """Weight of the entropy bonus."""
-    minibatch_prompts: int | None = Field(32, ge=1)
-    """Prompts per optimizer step."""
+    minibatches: int | None = Field(2, ge=1)
+    """Optimizer steps an iteration: samples are split evenly into so many; None: by minibatch_samples."""
     minibatch_samples: int | None = Field(None, ge=1)
-    """Samples per optimizer step, instead of prompts."""
+    """Samples per optimizer step, at most; then minibatches must be none."""
     microbatch_tokens: int = Field(16_384, ge=1, json_schema_extra=MAY_CHANGE)
     """Packed tokens per forward and backward; does not change the result."""
     logit_chunk_tokens: int | None = Field(None, ge=1, json_schema_extra=MAY_CHANGE)
@@ -370,6 +370,10 @@ class UpdateConfig(Section):
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:
+        if self.minibatches is not None and self.minibatch_samples is not None:
+            raise ValueError('minibatch_samples is set beside minibatches: set minibatches = "none"')
+        if self.minibatches is None and self.minibatch_samples is None:
+            raise ValueError("set minibatches or minibatch_samples; minibatches = 1 makes one update of all samples")
         if self.importance_cap is not None and self.importance_mask is not None:
             raise ValueError("importance_cap and importance_mask are two ways to do one thing: set one of them")
         if self.lr_schedule == "constant" and self.lr_decay_updates is not None:
@@ -478,11 +482,8 @@ def load_config(preset: str, overrides: Mapping[str, Any] | None = None) -> Conf
     """
     values = read_preset(preset) if preset else {}
     for key, value in (overrides or {}).items():
-        _put(
-            values,
-            key,
-            None if isinstance(value, str) and value.lower() == "none" and key in _optional_keys() else value,
-        )
+        _put(values, key, value)
+    values = _with_nothing(values, _optional_keys())
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -536,6 +537,17 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(values, dict):
             raise ConfigError(f"{key}: {name} is a value, not a section")
     values[last] = value
+
+
+def _with_nothing(values: dict[str, Any], optional: set[str], prefix: str = "") -> dict[str, Any]:
+    """The values with "none" as nothing under keys that may be empty: TOML and flags have no other word for it."""
+    made = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            value = _with_nothing(value, optional, f"{prefix}{name}.")
+        empty = isinstance(value, str) and value.lower() == "none" and f"{prefix}{name}" in optional
+        made[name] = None if empty else value
+    return made
 
 
 def explain(error: ValidationError, where: str) -> str:

@@ -292,7 +292,7 @@ class Sample:
     response: Ids  # [T]
     advantages: Floats  # [T]
     logprobs: Floats  # [T] of the policy that drew each token
-    uid: str  # of the prompt: minibatches are counted in prompts
+    uid: str  # of the prompt: minibatches keep its samples together where they can
     mask: NDArray[np.bool_] | None = None  # [T] tokens that carry loss; None: all
 
     @property

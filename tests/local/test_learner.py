@@ -36,12 +36,12 @@ KINDS: dict[str, Any] = {
 }
 
 
-TWO: dict[str, Any] = {"minibatch_prompts": 2}  # two updates of batches of four prompts
+TWO: dict[str, Any] = {"minibatches": 2}
 
 
 def section(**keys: Any) -> UpdateConfig:
     """An [update] section for tiny models: everything in one minibatch, no reference, activations kept."""
-    small: dict[str, Any] = {"kl_weight": 0.0, "minibatch_prompts": None, "gradient_checkpointing": False}
+    small: dict[str, Any] = {"kl_weight": 0.0, "minibatches": 1, "gradient_checkpointing": False}
     return UpdateConfig(**{**small, **keys})
 
 
@@ -178,7 +178,7 @@ def test_update_counts_and_masked_out_samples() -> None:
     samples = batch(8, prompts=4)
     nothing = np.zeros(len(samples[0].response), bool)
     samples[0] = dataclasses.replace(samples[0], mask=nothing)
-    options = section(minibatch_prompts=2, microbatch_tokens=40, lr=1e-3)
+    options = section(minibatches=2, microbatch_tokens=40, lr=1e-3)
     metrics = Learner(tiny(), options=options).update(samples, version=0)
     tokens = sum(len(s.response) if s.mask is None else int(s.mask.sum()) for s in samples)
     assert metrics["policy/updates"] == 2
@@ -226,7 +226,7 @@ def test_positive_advantage_raises_the_log_prob() -> None:
 def test_importance_weights_use_the_learner_before_the_update() -> None:
     """Two minibatches: in both the ratio starts from the policy of version 0, and behaviour only sets the weight."""
     samples = batch(6, prompts=2)
-    options = section(importance_cap=2.0, minibatch_prompts=1, lr=1e-9)
+    options = section(importance_cap=2.0, minibatches=2, lr=1e-9)
     metrics = Learner(tiny(), options=options).update(samples, version=0)
     assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
     assert 0 < metrics["policy/importance_weight"] <= 2.0

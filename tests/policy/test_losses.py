@@ -63,9 +63,9 @@ class TestClip:
 
     def test_dual_clip_bounds_only_negative_advantages(self) -> None:
         log10 = math.log(10.0)
-        found = of("clip", [log10, LOG2, log10], [0.0, 0.0, 0.0], [-1.0, -1.0, 1.0], dual_clip=3.0)
-        assert found.loss_N.tolist() == pytest.approx([3.0, 2.0, -1.28])
-        assert found.marks["dual_clip"].tolist() == [True, False, False]
+        found = of("clip", [log10, LOG2, log10, log10], [0.0] * 4, [-1.0, -1.0, 1.0, 0.0], dual_clip=3.0)
+        assert found.loss_N.tolist() == pytest.approx([3.0, 2.0, -1.28, 0.0])
+        assert found.marks["dual_clip"].tolist() == [True, False, False, False]
         assert "dual_clip" not in of("clip", [log10], [0.0], [-1.0]).marks
 
     def test_clipped_tokens_have_no_gradient_and_are_marked(self) -> None:
@@ -77,6 +77,11 @@ class TestClip:
         torch.testing.assert_close(new.grad, torch.tensor([0.0, 0.0, 2.0, 0.0, 0.0]))
         assert found.marks["clip_high"].tolist() == [True, False, False, False, False]
         assert found.marks["clip_low"].tolist() == [False, True, False, False, False]
+
+    def test_a_ratio_at_the_bound_is_not_held(self) -> None:
+        found = of("clip", [LOG2, -LOG2], [0.0, 0.0], [1.0, -1.0], clip_high=1.0, clip_low=0.5)
+        assert not found.marks["clip_high"].any()
+        assert not found.marks["clip_low"].any()
 
 
 class TestCispo:
@@ -217,6 +222,14 @@ def test_loss_equals_a_loop_over_tokens(samples: list[list[tuple[float, ...]]], 
     assert sums.loss.item() / sums.units == pytest.approx(expected, rel=1e-9, abs=1e-9)
     for name, count in held.items():
         assert sums.sums.get(name, torch.tensor(0.0)).item() == count
+
+
+def test_a_log_ratio_is_held_within_twenty() -> None:
+    assert of("clip", [0.0], [-500.0], [-1.0]).loss_N.item() == pytest.approx(math.exp(20))
+    assert of("clip", [-500.0], [0.0], [1.0]).loss_N.item() == pytest.approx(-math.exp(-20))
+    assert k3(torch.tensor([500.0, -500.0])).tolist() == pytest.approx(
+        [math.exp(20) - 21, math.exp(-20) + 19], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

@@ -84,7 +84,7 @@ class Learner:
         rng = np.random.default_rng([self.seed, version])
         plan = plan_minibatches(
             [samples[i].uid for i in rows],
-            prompts=self.options.minibatch_prompts,
+            minibatches=self.options.minibatches,
             samples=self.options.minibatch_samples,
             rng=rng,
         )

@@ -17,7 +17,7 @@ def learning_rate(options: UpdateConfig, updates: int) -> float:
     """
     warmup, end = options.lr_warmup_updates, options.lr_decay_updates
     if updates < warmup:
-        return options.lr * min(1.0, (updates + 1) / warmup)
+        return options.lr * ((updates + 1) / warmup)
     if options.lr_schedule == "constant":
         return options.lr
     assert end is not None, "the config was validated"
