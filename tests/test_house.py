@@ -133,6 +133,7 @@ def test_no_knob_is_declared_twice() -> None:
         "WarmupOptions",  # a supervised training has a learning rate and a budget of its own
         "DataFlags.clean",  # a file to write
         "TasksFlags.tasks",  # the section itself
+        "WarmupFlags.template",  # of the user's own pairs
     }
 
     last = {key.rpartition(".")[2] for key in keys()} - {"name", "options", "weight", "about", "seed", "rows", "path"}

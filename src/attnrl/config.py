@@ -285,7 +285,7 @@ class AlgoConfig(Section):
     max_prompts: int = Field(256, ge=1)
     """Upper bound of the batch size, prompts."""
     estimator: str = "tree"
-    """Advantages: tree (Eq. 3), grpo, treerl, edge, treepo, tree_grpo, chain, or package.module:function."""
+    """Advantages: tree (Eq. 3), grpo, treerl, edge, treepo, tree_grpo, chain, fr3e, or package.module:function."""
     estimator_options: dict[str, Any] = {}
     """Keyword options of the estimator."""
     credit: str = "none"

@@ -13,7 +13,7 @@ The forest of the hand-computed numbers: tree A, whose trunk of six tokens is ri
 
 from __future__ import annotations
 
-from math import sqrt
+from math import exp, sqrt
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from attnrl.algo.advantages import (
     ESTIMATORS,
     chain,
     edge,
+    fr3e,
     grpo,
     leaf_rewards,
     node_advantage,
@@ -164,6 +165,30 @@ class TestByHand:
         assert a.mask.tolist() == [False, False, True, True, True, True]
         assert b.mask.tolist() == [False, False, True]
         np.testing.assert_allclose(a.advantages, [0, 0, -0.5, -0.5, 1, 1])
+
+    def test_fr3e_scales_each_anchor_by_the_change_of_value(self, build):
+        # trunks 1 and 0: V(prompt) 1/2. Anchor 2: rewards 1 1 0 0, V 1/2; anchor 4: 1 0 0 0, V 1/4, so times e^(1/4)
+        first = [(2, 1, 1.0), (2, 2, 1.0), (2, 1, 0.0), (2, 1, 0.0)]
+        second = [(4, 3, 1.0), (4, 1, 0.0), (4, 1, 0.0), (4, 1, 0.0)]
+        forest = build.forest(build.tree(6, 1.0, *second, *first), build.tree(3, 0.0))
+        samples = fr3e(forest, rng())
+        half, quarter = 0.5 / sqrt(1 / 3), sqrt(0.25)  # standard deviations over n - 1: sqrt(1/3) and 1/2
+        late = exp(0.25) / quarter
+        check_advantages(
+            samples,
+            [
+                runs((sqrt(0.5), 6)),
+                *(runs((a, 2 + n)) for a, n in ((half, 1), (half, 2), (-half, 1), (-half, 1))),
+                *(
+                    runs((a, 4 + n))
+                    for a, n in ((0.75 * late, 3), (-0.25 * late, 1), (-0.25 * late, 1), (-0.25 * late, 1))
+                ),
+                runs((-sqrt(0.5), 3)),
+            ],
+        )
+        assert samples[0].mask is None
+        assert samples[2].mask.tolist() == [False, False, True, True]
+        assert samples[5].mask.tolist() == [False] * 4 + [True] * 3
 
 
 class TestNoSignal:

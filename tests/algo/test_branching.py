@@ -144,22 +144,37 @@ class TestRivals:
     def test_every_step(self, build):
         trunk = build.trunk(9, 1.0, starts=(2, 4, 7))
         assert RULES["every_step"](build.prompt(), trunk, rng()) == (2, 4, 7)
-        assert RULES["every_step"](build.prompt(), trunk, rng(), max_points=2) == (2, 4)
+        assert RULES["every_step"](build.prompt(), trunk, rng(), max_points=2) == (2, 7)
+        assert RULES["every_step"](build.prompt(), trunk, rng(), max_points=1) == (4,)
 
     def test_fixed_segments(self, build):
         assert RULES["fixed_segments"](build.prompt(), build.trunk(9, 1.0), rng(), segment_tokens=4) == (4, 8)
         assert RULES["fixed_segments"](build.prompt(), build.trunk(8, 1.0), rng(), segment_tokens=4) == (4,)
+        # cuts at 2, 4, ..., 18: the two that leave about a third of the response before, between and after them
+        spread = RULES["fixed_segments"](build.prompt(), build.trunk(20, 1.0), rng(), segment_tokens=2, max_points=2)
+        assert spread == (6, 14)
 
     def test_low_probability_counts_unsure_tokens_not_tokens(self, build):
         # p = 0.5 at offsets 1 2 5 6 8, else 0.95; two unsure tokens a segment: cuts before the third and the fifth
         logprobs = np.log([0.95, 0.5, 0.5, 0.95, 0.95, 0.5, 0.5, 0.95, 0.5, 0.95])
         trunk = build.trunk(10, 1.0, logprobs=logprobs)
         assert low_probability(build.prompt(), trunk, rng(), per_segment=2) == (5, 8)
-        assert low_probability(build.prompt(), trunk, rng(), per_segment=2, max_points=1) == (5,)
+        assert low_probability(build.prompt(), trunk, rng(), per_segment=2, max_points=1) == (8,)
         assert low_probability(build.prompt(), trunk, rng(), per_segment=1, below=0.1) == ()
 
     def test_none(self, build):
         assert RULES["none"](build.prompt(), build.trunk(10, 1.0, starts=(2, 4)), rng()) == ()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 16])
+def test_fewer_cuts_than_there_are_lie_evenly(build, most):
+    """Never the same cut twice, and no gap holds more than two cuts more than another."""
+    for cuts in range(most + 1, 60):
+        trunk = build.trunk(cuts + 1, 1.0)
+        chosen = RULES["fixed_segments"](build.prompt(), trunk, rng(), segment_tokens=1, max_points=most)
+        assert len(set(chosen)) == len(chosen) == most
+        gaps = np.diff([0, *chosen, cuts + 1])
+        assert gaps.max() - gaps.min() <= 2
 
 
 def test_candidates(build):

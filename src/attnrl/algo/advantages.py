@@ -168,6 +168,33 @@ def chain(forest: Forest, rng: np.random.Generator, *, only_below: float | None 
     return samples
 
 
+def fr3e(forest: Forest, rng: np.random.Generator, *, ddof: int = 1) -> list[Sample]:
+    """Every rollout with (R - mean) / std among those from the same state, over exp(V(state) - V(state before)).
+
+    A trunk's states are the prompt, from which all trunks start, and its anchors in order; V is the mean reward of the
+    rollouts from a state. Where an anchor is worth more than the one before, its rollouts count less; where it is worth
+    less, more. A rollout from an anchor carries loss behind it only (FR3E, arXiv 2507.07017).
+
+    Deviation: nothing comes before the prompt, so trunks are not scaled (released: by exp(1 - V)).
+    """
+    rewards = np.array([t.trunk.reward for t in forest.trees])
+    samples = []
+    for t, advantage in zip(forest.trees, _standardize(rewards, ddof), strict=True):
+        trunk, before = t.trunk.rollout, float(rewards.mean())
+        samples.append(_sample(forest, trunk.ids, trunk.logprobs, _constant(len(trunk.ids), advantage)))
+        for point in sorted({b.point for b in t.branches}):
+            branches = [b for b in t.branches if b.point == point]
+            outcomes = np.array([b.reward for b in branches])
+            value = float(outcomes.mean())
+            scaled = _standardize(outcomes, ddof) / np.exp(value - before)
+            before = value
+            for branch, a in zip(branches, scaled, strict=True):
+                tokens = point + len(branch.rollout.ids)
+                whole = _branch_sample(forest, t, branch, _constant(tokens, a))
+                samples.append(_with(whole, whole.advantages, np.arange(tokens) >= point))
+    return samples
+
+
 grpo.trains = chain.trains = "trunks"  # type: ignore[attr-defined]
 
 ESTIMATORS: dict[str, Callable[..., list[Sample]]] = {
@@ -178,6 +205,7 @@ ESTIMATORS: dict[str, Callable[..., list[Sample]]] = {
     "treepo": treepo,
     "tree_grpo": tree_grpo,
     "chain": chain,
+    "fr3e": fr3e,
 }
 
 
@@ -244,8 +272,9 @@ def _sample(
     return Sample(forest.prompt.ids, ids, advantages, logprobs, forest.prompt.uid, mask)
 
 
-def _with(sample: Sample, advantages: Floats) -> Sample:
-    return Sample(sample.prompt, sample.response, advantages, sample.logprobs, sample.uid, sample.mask)
+def _with(sample: Sample, advantages: Floats, mask: NDArray[np.bool_] | None = None) -> Sample:
+    mask = sample.mask if mask is None else mask
+    return Sample(sample.prompt, sample.response, advantages, sample.logprobs, sample.uid, mask)
 
 
 def _spread(per_node: Values, lengths: NDArray[np.int64]) -> Floats:

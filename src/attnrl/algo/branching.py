@@ -139,20 +139,32 @@ def uniform(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: i
     return tuple(sorted(p for p in spots if 0 < p < length))
 
 
+def _spread(cuts: Sequence[int], most: int | None) -> tuple[int, ...]:
+    """All cuts, or `most` of them such that the segments between them hold about as many of all cuts each.
+
+    >>> _spread(range(10, 100, 10), 2), _spread([10, 20], 2), _spread([10, 20], None)
+    ((30, 70), (10, 20), (10, 20))
+    """
+    if most is None or len(cuts) <= most:
+        return tuple(cuts)
+    segments = len(cuts) + 1  # that all cuts would make; cut number i ends segment number i
+    return tuple(cuts[round(segments * (i + 1) / (most + 1)) - 1] for i in range(most))
+
+
 @reads()
 def every_step(
     prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, max_points: int | None = None
 ) -> tuple[int, ...]:
-    """The start of every step but the first, at most `max_points` of them (VinePPO)."""
-    return tuple(step.start for step in trunk.steps[1:])[:max_points]
+    """The start of every step but the first, at most `max_points` of them, evenly spread (VinePPO)."""
+    return _spread([step.start for step in trunk.steps[1:]], max_points)
 
 
 @reads()
 def fixed_segments(
     prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, segment_tokens: int = 512, max_points: int | None = None
 ) -> tuple[int, ...]:
-    """Every `segment_tokens` tokens (TreePO, SPO tree)."""
-    return tuple(range(segment_tokens, len(trunk.rollout.ids), segment_tokens))[:max_points]
+    """Every `segment_tokens` tokens, at most `max_points` of these cuts, evenly spread (TreePO, SPO tree)."""
+    return _spread(range(segment_tokens, len(trunk.rollout.ids), segment_tokens), max_points)
 
 
 @reads()
@@ -165,10 +177,12 @@ def low_probability(
     per_segment: int = 5,
     max_points: int | None = None,
 ) -> tuple[int, ...]:
-    """Cut points after every `per_segment` tokens drawn with probability under `below` (SPO chain)."""
+    """Cut points after every `per_segment` tokens drawn with probability under `below`, at most `max_points` of them,
+    evenly spread (SPO chain).
+    """
     unsure = np.flatnonzero(trunk.rollout.logprobs < np.log(below))
     cuts = unsure[per_segment::per_segment]
-    return tuple(int(p) for p in cuts if p > 0)[:max_points]
+    return _spread([int(p) for p in cuts if p > 0], max_points)
 
 
 @reads()

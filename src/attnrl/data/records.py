@@ -198,7 +198,7 @@ def _record(row: Row, source: str, layout: tuple[str, ...], allow_empty_answers:
         problem = f"{body} {question}" if body[-1:] in ".?!" else f"{body}, {question}"
         answers = tuple(_UNIT.sub(r"\1", a) for a in parse_answers(columns[layout[2]]))
     else:
-        text, system = _text(columns[layout[0]])
+        text, system = chat_text(columns[layout[0]])
         if text is None:
             return Skipped(row.where, f"{layout[0]} is no text and no chat that ends in one user message")
         problem = strip_instruction(text)
@@ -234,7 +234,7 @@ def _fits_json(value: object) -> bool:
         return False
 
 
-def _text(value: object) -> tuple[str | None, str | None]:
+def chat_text(value: object) -> tuple[str | None, str | None]:
     """The problem's text and its system message: a string, or the one user message of a chat."""
     if value is None or isinstance(value, str):
         return value or "", None

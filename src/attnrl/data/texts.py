@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+from attnrl.algo.steps import THINK_END
 from attnrl.types import Ids
+
+THINK_MARKS = ("<think>", THINK_END)  # text to us, also where a tokenizer calls them special
 
 
 class TokenTexts:
     """Called with ids, the text of each token on its own; every id is decoded once.
 
-    A token that is a part of a character reads as a replacement character; line breaks are never parts, so steps are
-    cut in the right places all the same.
+    A special token, such as the one that ends a text, has no text: it counts as white space and makes no step. A token
+    that is a part of a character reads as a replacement character; line breaks are never parts, so steps are cut in
+    the right places all the same.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
+        ask = getattr(tokenizer, "get_added_tokens_decoder", None)  # a bare `tokenizers.Tokenizer` has it
+        added = ask() if ask else tokenizer.added_tokens_decoder
+        special = {*getattr(tokenizer, "all_special_ids", ()), *(i for i, token in added.items() if token.special)}
+        self._texts = {int(i): "" for i in special if self._decode(int(i)).strip() not in THINK_MARKS}
 
     def __call__(self, ids: Ids) -> list[str]:
         numbers = ids.tolist()
         for missing in set(numbers) - self._texts.keys():
-            self._texts[missing] = self._tokenizer.decode([missing], skip_special_tokens=False)
+            self._texts[missing] = self._decode(missing)
         return [self._texts[n] for n in numbers]
+
+    def _decode(self, number: int) -> str:
+        text: str = self._tokenizer.decode([number], skip_special_tokens=False)
+        return text

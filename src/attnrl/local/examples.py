@@ -1,4 +1,6 @@
-"""Packed batches of task solutions, made in worker processes. No torch here: a worker starts in a moment.
+"""Packed batches of prompts and responses: made-up tasks, made in worker processes, or the rows of a file.
+
+No torch here: a worker starts in a moment.
 
 Shapes: T tokens of a batch, N of them predict a solution token.
 """
@@ -6,12 +8,15 @@ Shapes: T tokens of a batch, N of them predict a solution token.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,14 +40,40 @@ class Recipe:
     tokens: int  # T
     seed: int = 0
 
+    def batches(self, workers: int) -> Generator[Examples, None, None]:
+        return batches(self, workers=workers)
+
+    def held_out(self, count: int) -> list[Example]:
+        return make_examples(self, "test", 0, count)
+
+    def described(self) -> dict[str, Any]:
+        return {"task": self.spec.model_dump()}
+
+
+class Source(Protocol):
+    """Where the sequences of a warm-up come from."""
+
+    def batches(self, workers: int) -> Generator[Examples, None, None]:
+        """Packed batches without end."""
+        ...
+
+    def held_out(self, count: int) -> list[Example]:
+        """At most `count` examples that no batch holds."""
+        ...
+
+    def described(self) -> dict[str, Any]:
+        """What it is, for warmup.json."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """A task in token ids."""
+    """A prompt and its solution in token ids."""
 
-    task: Task
     prompt: Ids
     solution: Ids  # with its end token
+    answer: str | None  # final answer of the solution, where it states one
+    task: Task | None = None  # the made-up task it is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +101,7 @@ def make_examples(recipe: Recipe, split: Any, start: int, count: int) -> list[Ex
     prompts = encode([f"{recipe.before}{t.problem}{recipe.after}" for t in tasks], add_special_tokens=False)
     solutions = encode([t.solution for t in tasks], add_special_tokens=False)
     return [
-        Example(task, as_ids(p.ids), as_ids([*s.ids, recipe.end]))
+        Example(as_ids(p.ids), as_ids([*s.ids, recipe.end]), task.answer, task)
         for task, p, s in zip(tasks, prompts, solutions, strict=True)
     ]
 
@@ -83,17 +114,18 @@ def make_batch(recipe: Recipe, index: int) -> Examples:
         for example in make_examples(recipe, "train", start, 16):
             length = len(example.prompt) + len(example.solution)
             if length > room:
-                return _lay_out(chosen or [_cut(example, recipe.tokens)], recipe.tokens)
+                return lay_out(chosen or [_cut(example, recipe.tokens)], recipe.tokens)
             chosen.append(example)
             room -= length
         start += 16
 
 
 def _cut(example: Example, tokens: int) -> Example:
-    return Example(example.task, example.prompt, example.solution[: max(1, tokens - len(example.prompt))])
+    return replace(example, solution=example.solution[: max(1, tokens - len(example.prompt))])
 
 
-def _lay_out(examples: list[Example], tokens: int) -> Examples:
+def lay_out(examples: Sequence[Example], tokens: int) -> Examples:
+    """The examples as one batch of `tokens` tokens, or as many as they have."""
     rows = [np.concatenate([e.prompt, e.solution]) for e in examples]
     starts = np.cumsum([0, *map(len, rows)])
     used = int(starts[-1])
@@ -114,7 +146,7 @@ def batches(recipe: Recipe, *, workers: int) -> Generator[Examples, None, None]:
             yield make_batch(recipe, index)
             index += 1
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
         waiting: deque[Future[Examples]] = deque(pool.submit(make_batch, recipe, i) for i in range(4 * workers))
         index = len(waiting)
         try:
@@ -124,5 +156,20 @@ def batches(recipe: Recipe, *, workers: int) -> Generator[Examples, None, None]:
                 index += 1
                 yield batch
         finally:
-            for future in waiting:
-                future.cancel()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """In a worker: Ctrl-C is the parent's to handle, and a parent that is gone, however it ended, ends the worker.
+
+    Without it a worker whose parent was killed waits for work for ever.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Supervised warm-up of a small model on task solutions: a base policy without any download."""
+"""Supervised warm-up on solutions of made-up tasks, for a base policy without any download, or on the user's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -20,8 +19,8 @@ from pydantic import Field, model_validator
 
 from attnrl.config import Section, TaskConfig
 from attnrl.errors import ConfigError, TrainingError
-from attnrl.local.examples import Example, Examples, Recipe, batches, make_examples
-from attnrl.local.logprobs import packed_hidden, token_logprobs
+from attnrl.local.examples import Example, Examples, Recipe, Source, lay_out
+from attnrl.local.logprobs import pack_logprobs, packed_hidden, token_logprobs
 from attnrl.local.models import (
     DTYPES,
     check_model_path,
@@ -34,12 +33,15 @@ from attnrl.local.models import (
 )
 from attnrl.local.optimizer import MasterAdamW
 from attnrl.local.packing import Pack
+from attnrl.local.pairs import PairFile, final_answer, load_pairs
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Sampling
 
-BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 MARK = "\u241f"  # stands for the problem while the chat template is taken apart
-Observer = Callable[[float, dict[str, float]], None]  # share of the budget used, metrics
+# Share of the budget used, and the metrics known by then: none before the first update. Called from the start on, after
+# every forward and backward pass, but for checks at most once a second.
+Observer = Callable[[float, dict[str, float]], None]
+BATCH_TOKENS, MICROBATCH_TOKENS = {"cuda": 32_768, "cpu": 4096}, {"cuda": None, "cpu": 1024}
 
 
 class Shape(Section):
@@ -80,10 +82,10 @@ class WarmupOptions(Section):
     """Token budget (prompts included); with both budgets the first one to run out ends it."""
     target_accuracy: float | None = None
     """Stop once held-out accuracy reaches this share."""
-    batch_tokens: int = Field(32768, gt=0)
-    """Packed tokens per update."""
+    batch_tokens: int | None = Field(None, gt=0)
+    """Packed tokens per update; by default 32,768 on CUDA and 4,096 elsewhere."""
     microbatch_tokens: int | None = Field(None, gt=0)
-    """Tokens per forward and backward; by default all of a batch."""
+    """Tokens per forward and backward; by default all of a batch on CUDA and 1,024 elsewhere."""
     lr: float = Field(2e-3, gt=0)
     """Highest learning rate."""
     final_lr: float = 0.02
@@ -101,7 +103,7 @@ class WarmupOptions(Section):
     evaluations: int = 8
     """Held-out checks, spread evenly over the budget; the last one after the end."""
     evaluation_tasks: int = Field(256, gt=0)
-    """Held-out tasks in each check."""
+    """Held-out tasks, or prompts of your own, in each check."""
     temperature: float = 1.0
     """Sampling temperature of the checks."""
     workers: int | None = None
@@ -172,12 +174,12 @@ class Warmup:
 
     model: Any
     tokenizer: Any
-    recipe: Recipe
+    source: Source
     options: WarmupOptions
     log: Path | None = None  # metrics as JSON lines
     updates: int = 0
     tokens: int = 0
-    accuracy: float = 0.0
+    accuracy: float | None = None  # None: not known, or no held-out solution states an answer
     history: list[dict[str, float]] = field(default_factory=list)
     optimizer: MasterAdamW = field(init=False)
     sampler: Sampler = field(init=False)
@@ -192,15 +194,19 @@ class Warmup:
             clip_norm=options.clip_norm,
         )
         self.sampler = Sampler(self.model, stop_ids=stop_token_ids(self.model, self.tokenizer))
-        self.held_out = make_examples(self.recipe, "test", 0, options.evaluation_tasks)
+        self.held_out = self.source.held_out(options.evaluation_tasks)
+        if options.target_accuracy is not None and all(e.answer is None for e in self.held_out):
+            raise ConfigError("target_accuracy: no held-out response states an answer in a \\boxed{} or after ####")
 
     def train(self, observer: Observer | None = None) -> dict[str, float]:
         """Run until the budget or the target is reached; returns the metrics of the last check."""
         options = self.options
         workers = default_workers(options.workers)
-        start, last, checks = 0.0, 0.0, 0
+        start, checks = 0.0, 0
         losses: list[torch.Tensor] = []
-        with closing(batches(self.recipe, workers=workers)) as stream:
+        tell = _Teller(observer)
+        tell(0.0, dict, known=0)
+        with closing(self.source.batches(workers)) as stream:
             for batch in stream:
                 now = time.monotonic()
                 start = start or now  # the clock starts when the first batch is there
@@ -209,15 +215,21 @@ class Warmup:
                     checks += 1
                     metrics = self._check(losses, now - start)
                     losses.clear()
-                    reached = options.target_accuracy is not None and self.accuracy >= options.target_accuracy
+                    reached = options.target_accuracy is not None and (self.accuracy or 0.0) >= options.target_accuracy
                     if observer:
                         observer(share, metrics)
                     if share >= 1.0 or reached:
                         break
-                losses.append(self.update(batch, options.learning_rate(share, self.updates)))
-                if observer and now - last > 1.0:
-                    last = now
-                    observer(share, {"warmup/loss": losses[-1].item(), "warmup/tokens": float(self.tokens)})
+
+                def told(tokens: int, share: float = share) -> None:
+                    def metrics() -> dict[str, float]:
+                        loss = {"warmup/loss": losses[-1].item()} if losses else {}
+                        return {**loss, "warmup/tokens": float(self.tokens + tokens)}
+
+                    tell(share, metrics, known=2 if losses else 1)
+
+                losses.append(self.update(batch, options.learning_rate(share, self.updates), told))
+                told(0)
         return metrics
 
     def share(self, seconds: float) -> float:
@@ -226,33 +238,58 @@ class Warmup:
         by_tokens = self.tokens / self.options.tokens if self.options.tokens else 0.0
         return max(by_time, by_tokens)
 
-    def update(self, batch: Examples, lr: float) -> torch.Tensor:
-        """One optimizer step on the mean negative log-prob of the solution tokens; returns it, on the device."""
+    def update(self, batch: Examples, lr: float, told: Callable[[int], None] | None = None) -> torch.Tensor:
+        """One optimizer step on the mean negative log-prob of the solution tokens; returns it, on the device.
+
+        `told` hears after each forward and backward pass how many tokens of the batch are done.
+        """
         total = torch.zeros((), device=self.model.device)
+        done = 0
         for pack in _packs(batch, self.model.device, self.options.microbatch_tokens):
             with packed_hidden(self.model, pack) as hidden_TD:
                 logprobs_N, _ = token_logprobs(self.model, hidden_TD, pack)
                 loss = -logprobs_N.sum() / len(batch.targets_N)
                 loss.backward()
             total += loss.detach()
+            done += pack.tokens
+            if told is not None:
+                told(min(done, batch.tokens))
         self.optimizer.step(lr, self.optimizer.gradient_norm())
         self.updates += 1
         self.tokens += batch.tokens
         return total
 
     def check(self) -> dict[str, float]:
-        """Held-out accuracy by sampling: share of tasks whose last boxed answer is exactly right."""
-        longest = max(len(e.solution) for e in self.held_out)
+        """Held-out accuracy by sampling: share of prompts with a known answer whose sampled one is exactly that.
+
+        Of the user's own pairs also the mean negative log-prob of the held-out response tokens.
+        """
+        metrics: dict[str, float] = {}
+        asked = [e for e in self.held_out if e.answer is not None]
+        if asked:
+            metrics |= self._sampled(asked)
+        own = [e for e in self.held_out if e.task is None]
+        if own:
+            batch = lay_out(own, 0)
+            packs = _packs(batch, self.model.device, self.options.microbatch_tokens)
+            total = sum(pack_logprobs(self.model, pack).sum().item() for pack in packs)
+            metrics["warmup/held_out_loss"] = -total / len(batch.targets_N)
+        return metrics
+
+    def _sampled(self, asked: list[Example]) -> dict[str, float]:
+        longest = max(len(e.solution) for e in asked)
         limit = longest + longest // 2
-        requests = [Request(e.prompt, limit, seed=i) for i, e in enumerate(self.held_out)]
+        requests = [Request(e.prompt, limit, seed=i) for i, e in enumerate(asked)]
         rollouts = self.sampler.generate(requests, Sampling(temperature=self.options.temperature), version=0)
         right = []
-        for example, rollout in zip(self.held_out, rollouts, strict=True):
-            found = BOXED.findall(self.tokenizer.decode(rollout.ids.tolist(), skip_special_tokens=True))
-            right.append(bool(found) and found[-1].strip() == example.task.answer and rollout.finish == "stop")
+        for example, rollout in zip(asked, rollouts, strict=True):
+            found = final_answer(self.tokenizer.decode(rollout.ids.tolist(), skip_special_tokens=True))
+            right.append(found == example.answer and rollout.finish == "stop")
         self.accuracy = float(np.mean(right))
-        levels = np.array([e.task.difficulty for e in self.held_out])
-        by_level = {f"warmup/accuracy_{d}": float(np.mean(np.array(right)[levels == d])) for d in sorted(set(levels))}
+        levels = np.array([e.task.difficulty if e.task is not None else 0 for e in asked])
+        by_level = {
+            f"warmup/accuracy_{d}": float(np.mean(np.array(right)[levels == d])) for d in sorted(set(levels)) if d
+        }
         return {
             "warmup/accuracy": self.accuracy,
             **by_level,
@@ -286,7 +323,7 @@ class Warmup:
             exported.to(DTYPES[self.options.save_dtype]).save_pretrained(path)
         self.tokenizer.save_pretrained(path)
         record = {
-            "task": self.recipe.spec.model_dump(),
+            **self.source.described(),
             "options": self.options.model_dump(),
             "result": self.history[-1] if self.history else {},
         }
@@ -306,13 +343,23 @@ def prepare_warmup(
     *,
     shape: Shape | None = None,
     model: str | Path | None = None,
+    pairs: PairFile | None = None,
     device: str = "auto",
     dtype: str = "auto",
 ) -> Warmup:
-    """A warm-up of a new model of `shape`, or of the existing `model`, that logs to output/metrics.jsonl."""
+    """A warm-up of a new model of `shape`, or of the existing `model`, that logs to output/metrics.jsonl.
+
+    It learns the solutions of made-up tasks, or the responses of `pairs`.
+    """
     if (output / "config.json").exists():
         raise ConfigError(f"{output} already holds a model; choose another --output")
+    if pairs is not None and model is None:
+        raise ConfigError("--data needs --model: a new model's tokenizer knows the words of made-up tasks alone")
     target = pick_device(device)
+    kind = "cuda" if target.type == "cuda" else "cpu"
+    tokens = options.batch_tokens or BATCH_TOKENS[kind]
+    passes = options.microbatch_tokens or MICROBATCH_TOKENS[kind]
+    options = options.model_copy(update={"batch_tokens": tokens, "microbatch_tokens": passes})
     if model is not None:
         loaded, tokenizer = load_model(check_model_path(model), device=str(target), dtype=dtype)
     else:
@@ -320,19 +367,41 @@ def prepare_warmup(
 
         tokenizer = task_tokenizer(spec)
         loaded = new_model(shape or Shape(), tokenizer, seed=options.seed).to(target, pick_dtype(dtype, target))
+    log = output / "metrics.jsonl"
+    if pairs is not None:
+        source: Source = load_pairs(pairs, tokenizer, tokens=tokens, seed=options.seed)
+        output.mkdir(parents=True, exist_ok=True)
+        return Warmup(loaded, tokenizer, source, options, log=log)
     output.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(output)
     before, after = template_ends(tokenizer)
-    recipe = Recipe(
+    source = Recipe(
         spec=spec,
         tokenizer_file=str(output / "tokenizer.json"),
         before=before,
         after=after,
         end=int(tokenizer.eos_token_id),
-        tokens=options.batch_tokens,
+        tokens=tokens,
         seed=options.seed,
     )
-    return Warmup(loaded, tokenizer, recipe, options, log=output / "metrics.jsonl")
+    return Warmup(loaded, tokenizer, source, options, log=log)
+
+
+class _Teller:
+    """An observer that hears the first word at once, the first metrics as soon as there are some, then one a second."""
+
+    def __init__(self, observer: Observer | None) -> None:
+        self._observer = observer
+        self._last = 0.0
+        self._known = -1
+
+    def __call__(self, share: float, metrics: Callable[[], dict[str, float]], known: int) -> None:
+        """Metrics are asked for only where they are told: a loss waits for the device."""
+        now = time.monotonic()
+        if self._observer is None or (now - self._last < 1.0 and known <= self._known):
+            return
+        self._last, self._known = now, max(known, self._known)
+        self._observer(share, metrics())
 
 
 def default_workers(workers: int | None) -> int:
