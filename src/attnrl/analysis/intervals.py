@@ -1,11 +1,15 @@
-"""Intervals for a few rewards: shares, their differences, and how much a branch point changed the value. Pure."""
+"""Intervals: of shares and their differences, of how much a branch point changed the value, by bootstrap. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
 Z = 1.959964  # 95 %
 
 
@@ -67,3 +71,37 @@ def value_change(after: Sequence[float], redrawn: Sequence[float]) -> Change:
     share = n_b / (n_a + n_b)
     low, high = (round(share * bound, 4) for bound in difference(a, n_a, b, n_b))
     return Change(before, a, b, a - before, low, high)
+
+
+def bootstrap(
+    values: Sequence[float],
+    statistic: Callable[[Array], Array] | None = None,
+    *,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """The 95 % percentile interval of the mean, or of another statistic over the last axis, values resampled.
+
+    >>> bootstrap([2.0, 2.0, 2.0])
+    (2.0, 2.0)
+    """
+    data = np.asarray(values, dtype=np.float64)
+    drawn = data[np.random.default_rng(seed).integers(len(data), size=(resamples, len(data)))]
+    found = drawn.mean(axis=-1) if statistic is None else statistic(drawn)
+    low, high = np.quantile(found, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def auc(scores: Sequence[float], positive: Sequence[bool]) -> float:
+    """The chance that a positive case scores above a negative one, ties counted half; not a number without both.
+
+    >>> auc([1, 2, 3, 3], [False, True, True, False])
+    0.625
+    """
+    values, marks = np.asarray(scores, dtype=np.float64), np.asarray(positive, dtype=bool)
+    above, below = int(marks.sum()), int((~marks).sum())
+    if not above or not below:
+        return math.nan
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    return float((ranks[marks].sum() - above * (above + 1) / 2) / (above * below))

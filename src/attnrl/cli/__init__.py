@@ -24,6 +24,8 @@ COMMANDS = {
     "tasks": "write made-up reasoning tasks to a file",
     "view": "look at runs in the browser, live: curves, every tree, reasons",
     "report": "write the HTML report of a run directory",
+    "compare": "compare runs at an equal budget: methods over seeds, with intervals",
+    "figures": "write the figures of the paper from runs of yours",
     "config": "print the resolved config of a preset",
     "presets": "list the presets",
 }
