@@ -56,7 +56,7 @@ def make_forest(rng: np.random.Generator, number: int, skill: float, version: in
         points = sorted(starts[i] for i in np.argsort(-fci[1:-4])[:2] + 1) if branches and t < 3 else []
         grown = [Branch(p, rollout(rng, len(drawn.ids) - p, version + 1), verdict(rng, skill)) for p in points * 2]
         trees.append(Tree(trunk, tuple(sorted(grown, key=lambda b: b.point))))
-    problem = f"Problem {number}: how many coins does the box hold?"
+    problem = f"All coins are alike, and no box is empty. Problem {number}: how many coins does the box hold?"
     return Forest(Prompt(f"uid{number:04d}", as_ids([1, 2, 3]), ("9",), problem), tuple(trees))
 
 

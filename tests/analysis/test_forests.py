@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnrl.algo.advantages import ESTIMATORS, leaf_rewards
-from attnrl.analysis.forests import grouped, interest, leaf_advantages, pick_forests, read_forests, read_rows, rebuild
-from attnrl.analysis.pages import clip, clip_page, fair_limit, fci_by_position, forest_page
+from attnrl.algo.reasons import Reasons
+from attnrl.analysis.forests import grouped, interest, leaf_advantages, read_rows, rebuild, thinks
+from attnrl.analysis.index import index_file, pick_entries, read_entry
+from attnrl.analysis.pages import branch_steps, clip, clip_page, fair_limit, forest_page, text_cutter
+from attnrl.analysis.positions import fci_by_position
 from attnrl.analysis.records import RunRecord, read_run
 from attnrl.errors import DataError
 from attnrl.run import forest_table
@@ -67,8 +70,53 @@ def test_values_and_advantages_by_hand() -> None:
         [0 - 0.4 - 0.5, 2 - 0.4 - 2 / 3, 0 - 0.4 - 2 / 3], abs=1e-4
     )
     assert [n["advantage"] for n in second["nodes"]] == pytest.approx([-0.8])
-    assert first["steps"] == [[0, 0.3, "1 2"], [2, 0.2, "3 4"], [4, 0, "5 6"]]
-    assert (first["answer"], first["tokens"], first["branches"][0]["text"]) == ("7", 6, "50 51 52 53 54")
+    assert [step[:4] for step in first["steps"]] == [[0, 0.3, "1 2", 0.1], [2, 0.2, "3 4", 0.1], [4, 0, "5 6", 0.1]]
+    assert (first["answer"], first["tokens"], first["branches"][0]["steps"]) == ("7", 6, ["50 51 52 53 54"])
+    # before point 4: trunk, right and wrong branch, 2/3; after it the trunk alone, redrawn 1/2
+    change = first["nodes"][2]["change"]
+    assert (change["before"], change["after"], change["redrawn"]) == (0.66667, 1, 0.5)
+    assert change["delta"] == pytest.approx(1 / 3, abs=1e-4)
+    assert change["low"] < change["delta"] < change["high"]
+    assert "change" not in first["nodes"][0]
+
+
+def test_reasons_on_record_and_derived() -> None:
+    derived = forest_page(rows_of(forest()), record(estimator="tree", rule="fci", delta=1))
+    assert (derived["reason"], derived["recorded"]) == ("taught", False)
+    assert [tree["reason"] for tree in derived["trees"]] == ["branched", "budget: 1 of 2 branched"]
+    assert [step[4] for step in derived["trees"][0]["steps"]] == ["first", "point", "point"]
+    assert [step[4] for step in derived["trees"][1]["steps"]] == [
+        "first",
+        "not_branched",
+        "near_end: 0 of 1 steps follow",
+    ]
+    reasons = Reasons("filtered: mean FCI 0.1 under 0.2", ("filtered", "filtered"))
+    rows = forest_table(5, [forest()], lambda ids: "x", [reasons]).to_pylist()
+    page = forest_page(rows, record(estimator="tree"))
+    assert (page["reason"], page["recorded"]) == ("filtered: mean FCI 0.1 under 0.2", True)
+    assert [tree["reason"] for tree in page["trees"]] == ["filtered", "filtered"]
+
+
+def test_the_first_step_of_a_branch_that_differs() -> None:
+    """The trunk says 1..6 in steps of two tokens; a branch at 2 that says 3, 4, 5, 9 leaves it in its second step."""
+    alike = Branch(2, Rollout(as_ids([3, 4, 5, 9]), as_floats([-1] * 4), "stop", 1), Verdict(0.0, "number"))
+    same = Branch(2, Rollout(as_ids([3, 4, 5, 6]), as_floats([-1] * 4), "stop", 1), Verdict(0.0, "number"))
+    planted = Forest(Prompt("q", as_ids([9]), ("7",), "?"), (Tree(trunk(6, 1.0), (alike, same, branch(2, 3, 1.0))),))
+    found = forest_page(rows_of(planted), record())["trees"][0]["branches"]
+    assert [(b["place"], b["differs"]) for b in found] == [(1, 1), (1, None), (1, 0)]
+
+
+def test_branches_are_cut_into_steps_in_the_light_of_their_trunk() -> None:
+    cut = text_cutter(record(segmenter="blank_lines"))
+    assert branch_steps("One.\n\n", "Two.\n\nThree\nlines", cut) == ["Two.\n\n", "Three\nlines"]
+    assert branch_steps("One.\n\n", "a\nb", cut) == ["a\nb"]  # blank lines before it: single breaks do not cut
+    assert branch_steps("", "a\nb", cut) == ["a\n", "b"]
+    assert text_cutter(record(segmenter="my.module:mine"))("a\n\nb") == ["a\n\n", "b"]
+
+
+def test_thinking_ends_where_it_says_so() -> None:
+    assert thinks({"step_texts": ["a\n\n", "b</th", "ink>c", "d"]}) == [True, False, False, False]
+    assert thinks({"step_texts": ["a", "b"]}) == [True, True]
 
 
 def test_advantages_are_those_of_the_runs_estimator() -> None:
@@ -116,25 +164,50 @@ def test_a_prompt_drawn_twice_makes_two_forests() -> None:
 
 
 def test_trees_that_disagree_come_first() -> None:
-    def leaves(*trees: list[float]) -> list[dict[str, object]]:
-        return [{"tree": i, "reward": r} for i, tree in enumerate(trees) for r in tree]
-
-    overturned, mixed, alike = leaves([0, 1, 0], [1, 1, 1]), leaves([0, 0, 0], [1, 1, 1]), leaves([1, 1], [1, 1])
-    assert interest(overturned) > interest(mixed) > interest(alike) > interest(leaves([1], [1]))
+    overturned, mixed, alike = [[0, 1, 0], [1, 1, 1]], [[0, 0, 0], [1, 1, 1]], [[1, 1], [1, 1]]
+    assert interest(overturned) > interest(mixed) > interest(alike) > interest([[1], [1]])
+    assert interest(overturned) == pytest.approx(2 * (2 / 9) ** 0.5 / 2 + 0.5 * (2 / 9) ** 0.5 + 0.1)
 
 
-def test_picks_from_first_and_last_iteration(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+def test_the_index_says_what_the_rows_say(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    """Every number of the index against a plain reading of the whole file; the file has several row groups."""
     record = read_run(make_run(tmp_path / "run", iterations=4))
     assert [f.stem for f in record.forest_files] == ["000001", "000002", "000004"]
-    picks = pick_forests(record.forest_files, 5)
-    assert [p.file.stem for p in picks] == ["000001"] * 2 + ["000004"] * 3
-    first = grouped(read_rows(record.forest_files[0], ("uid", "tree", "kind", "reward")))
-    assert picks[0].interest == max(map(interest, first))
-    assert [rows[0]["uid"] for rows in read_forests(picks)] == [p.uid for p in picks]
-    assert pick_forests(record.forest_files[:1], 4) == sorted(
-        pick_forests(record.forest_files[:1], 4), key=lambda p: -p.interest
-    )
-    assert pick_forests((), 4) == []
+    file = record.forest_files[-1]
+    pq.write_table(pq.read_table(file), file, row_group_size=7)
+    forests = grouped(pq.read_table(file).to_pylist())
+    entries = index_file(file)
+    assert len(entries) == len(forests) == 6
+    for entry, rows in zip(entries, forests, strict=True):
+        assert (entry.iteration, entry.uid, entry.problem) == (4, rows[0]["uid"], rows[0]["problem"])
+        assert entry.value == pytest.approx(np.mean([row["reward"] for row in rows]))
+        assert (entry.leaves, entry.right) == (len(rows), sum(row["reward"] > 0.5 for row in rows))
+        assert entry.tokens == pytest.approx(np.mean([len(row["ids"]) for row in rows]))
+        trunks = [row for row in rows if row["kind"] == "trunk"]
+        branched = {row["tree"] for row in rows if row["kind"] == "branch"}
+        assert (entry.trees, entry.branched) == (4, len(branched))
+        assert entry.fci == pytest.approx(np.mean([np.mean(row["fci"][1:]) for row in trunks]), rel=1e-5)
+        read = read_entry(entry)
+        assert [row["text"] for row in read] == [row["text"] for row in rows]
+        assert "logprobs" not in read[0]
+
+
+def test_the_index_of_a_file_without_the_new_columns(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    file = read_run(make_run(tmp_path / "run", iterations=1)).forest_files[0]
+    now = [entry.row() for entry in index_file(file)]
+    pq.write_table(pq.read_table(file).drop_columns(["tokens", "reason", "prompt_reason"]), file)
+    assert [entry.row() for entry in index_file(file)] == now
+    assert forest_page(read_entry(index_file(file)[0]), record())["recorded"] is False
+
+
+def test_picks_of_each_iteration(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    record = read_run(make_run(tmp_path / "run", iterations=4))
+    entries = [e for file in (record.forest_files[0], record.forest_files[-1]) for e in index_file(file)]
+    picks = pick_entries(entries, 5)
+    assert [p.iteration for p in picks] == [1] * 2 + [4] * 3
+    assert picks[0].interest == max(e.interest for e in entries if e.iteration == 1)
+    assert [p.interest for p in picks[2:]] == sorted((p.interest for p in picks[2:]), reverse=True)
+    assert pick_entries([], 4) == []
 
 
 def test_a_broken_forest_file_is_named(tmp_path: Path) -> None:
@@ -157,12 +230,12 @@ def test_fair_limit_is_the_largest_that_fits(lengths: list[int], budget: int) ->
 def test_long_texts_keep_head_and_tail() -> None:
     assert clip("a\x00b\x7f\n", 9) == "a\u2400b\u2421\n"
     page = forest_page(rows_of(forest()), record())
-    page["trees"][0]["branches"][0]["text"] = "x" * 9000 + "the end"
-    clipped = clip_page(page, 1000)["trees"][0]["branches"][0]["text"]
+    page["trees"][0]["branches"][0]["steps"] = ["x" * 9000 + "the end"]
+    (clipped,) = clip_page(page, 1000)["trees"][0]["branches"][0]["steps"]
     assert clipped.endswith("xthe end")
     assert " more …] " in clipped
     assert len(clipped) < 1000
-    assert clip_page(page, 1000)["trees"][0]["branches"][1]["text"] == "50 51 52"
+    assert clip_page(page, 1000)["trees"][0]["branches"][1]["steps"] == ["50 51 52"]
 
 
 def test_fci_by_position_by_hand(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from attnrl.analysis import build_report, write_report
 from attnrl.analysis.figures import SECTIONS
 from attnrl.analysis.forests import grouped, rebuild
-from attnrl.analysis.report import embedded, source_hash
+from attnrl.analysis.page import embedded, source_hash
 from attnrl.errors import ConfigError, DataError, MissingFileError
 from attnrl.iteration import unscored
 from attnrl.run import Run
@@ -110,11 +109,11 @@ def test_what_the_page_is_given(runs: list[Path]) -> None:
     rows = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
     drawn = [row.get("trunks/valid") for row in rows]
     assert demo["metrics"]["trunks/valid"] == [v if v is None else pytest.approx(v, abs=1e-4) for v in drawn]
-    assert {f["run"] for f in data["forests"]} == {0, 1}
-    assert {f["iteration"] for f in data["forests"]} == {1, 6}
-    assert len(data["forests"]) == 12
-    assert [f["estimator"] for f in data["forests"] if f["run"] == 1] == ["grpo"] * 6
-    for forest in data["forests"][:2]:
+    assert [row[0] for row in data["forests"]] == [0] * 6 + [1] * 6  # by run
+    assert {row[1] for row in data["forests"]} == {page["iteration"] for page in data["pages"]} == {1, 6}
+    assert [row[3] for row in data["forests"]] == [page["uid"] for page in data["pages"]]
+    assert [page["estimator"] for page in data["pages"]] == ["tree"] * 6 + ["grpo"] * 6
+    for forest in data["pages"][:2]:
         assert {leaf["reward"] for t in forest["trees"] for leaf in (t, *t["branches"])} == {0, 1}
 
 
@@ -154,8 +153,8 @@ def test_hostile_texts_stay_texts(tmp_path: Path, make_run: Callable[..., Path])
     assert block.isascii()
     visible = HOSTILE.replace("\x00", "\u2400")
     data = page.data
-    assert data["forests"][0]["problem"] == visible
-    assert data["forests"][0]["trees"][0]["steps"][0][2] == visible
+    assert data["pages"][0]["problem"] == visible
+    assert data["pages"][0]["trees"][0]["steps"][0][2] == visible
     assert data["runs"][0]["headline"]["about"] == HOSTILE
     assert HOSTILE in [h["benchmark"] for h in data["runs"][0]["held_out"]]
 
@@ -169,7 +168,7 @@ def test_a_run_without_forests(tmp_path: Path, make_run: Callable[..., Path]) ->
     shutil.rmtree(run / "forests")
     data = Page(build_report([run])).data
     assert data["forests"] == []
-    assert (data["runs"][0]["forest_files"], data["runs"][0]["fci"]) == (0, None)
+    assert (data["runs"][0]["recorded"], data["runs"][0]["fci"]) == ([], None)
 
 
 def test_forest_files_without_a_forest(tmp_path: Path, make_run: Callable[..., Path]) -> None:
@@ -190,7 +189,7 @@ def test_unscored_steps(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     )
     Run(run).save_forests(1, [Forest(first.prompt, trees)], lambda ids: "x")
     data = Page(build_report([run])).data
-    assert {fci for t in data["forests"][0]["trees"] for _, fci, _ in t["steps"]} == {None}
+    assert {fci for t in data["pages"][0]["trees"] for _, fci, *_ in t["steps"]} == {None}
     assert data["runs"][0]["fci"] is None
 
 
@@ -226,38 +225,10 @@ def test_refused_before_anything_is_written(tmp_path: Path, runs: list[Path]) ->
     assert not (tmp_path / "report.html").exists()
 
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-
-
-def drawn_in_a_browser(page: Path) -> str:
-    """The main element after the scripts ran; fails where they complain."""
-    if CHROMIUM is None:
-        pytest.skip("needs chromium on the PATH")
-    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
-    command = [CHROMIUM, *flags.split(), f"--user-data-dir={page.parent / 'profile'}", "--enable-logging=stderr"]
-    command += ["--window-size=1200,900", "--virtual-time-budget=3000", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "CONSOLE" not in done.stderr
-    return done.stdout.partition("<main")[2].partition("</main>")[0]
-
-
-def test_the_page_draws_itself_in_a_browser(tmp_path: Path, make_run: Callable[..., Path], runs: list[Path]) -> None:
-    hostile = hostile_run(tmp_path / "hostile", make_run)
-    drawn = drawn_in_a_browser(write_report([*runs, hostile], tmp_path / "report.html"))
-    assert drawn.count("<figure") >= 30
-    assert drawn.count("<path") > 100
-    assert "25.0 % →" in drawn
-    assert "V(root)" in drawn
-    assert "<img" not in drawn
-    assert "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;" in drawn
-
-
-def test_no_two_ticks_of_an_axis_read_the_same(tmp_path: Path, runs: list[Path]) -> None:
-    drawn = drawn_in_a_browser(write_report(runs[:1], tmp_path / "report.html"))
-    figures = re.findall(r"<figure.*?</figure>", drawn, flags=re.DOTALL)
-    lengths = next(figure for figure in figures if "tasks: response length" in figure)
-    for figure in figures:
-        ticks = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="end">([^<]+)</text>', figure)
-        assert len(ticks) == len(set(ticks)), ticks
-    assert re.findall(r'text-anchor="end">([^<]+)</text>', lengths)[:4] == ["100", "101", "102", "103"]
+def test_a_chosen_part_of_the_trees(runs: list[Path]) -> None:
+    data = Page(build_report(runs[:1], iterations=[3], forests=4)).data
+    assert [row[1] for row in data["forests"]] == [3] * 4
+    with pytest.raises(
+        ConfigError, match=r"--iterations 5: demo has no forests of that iteration \(3 on record, 1 to 6\)"
+    ):
+        build_report(runs[:1], iterations=[5])

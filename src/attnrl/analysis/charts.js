@@ -20,7 +20,8 @@ const el = (tag, props, ...kids) => put(document.createElement(tag), props, kids
 const svg = (tag, props, ...kids) => put(document.createElementNS("http://www.w3.org/2000/svg", tag), props, kids);
 
 const colour = (run) => `var(--c${run % 8})`;
-const dashes = (run) => (run < 8 ? null : "6 4"); // more runs than colours: told apart by dashes
+const DASHES = [null, "6 4", "2 3"]; // lines of one run in one panel, and more runs than colours, are told apart by dashes
+const dashes = (s) => DASHES[s.dash || (s.run < 8 ? 0 : 1)];
 
 function digits(value, n) {
   const text = Math.abs(value) >= 1000 ? value.toFixed(0) : value.toPrecision(n);
@@ -168,14 +169,19 @@ function readable(root, state) {
     root.append(svg("line", { class: "cross", x1: plot.sx(x), x2: plot.sx(x), y1: plot.box.top, y2: plot.box.bottom }));
     for (const row of rows) if (row.y !== undefined) root.append(svg("circle", { class: "mark", cx: plot.sx(row.x), cy: plot.sy(row.y), r: 3.5, css: { fill: row.colour, stroke: "var(--card)", "stroke-width": "1.5" } }));
     showTip(clientX, clientY, el("div", { class: "when" }, header),
-      ...rows.map((row) => el("div", { class: "row" }, el("i", { class: "swatch", css: { "--colour": row.colour } }), row.name, el("b", {}, row.text))));
+      ...rows.map((row) => el("div", { class: "row" }, el("i", { class: "swatch", css: { "--colour": row.colour } }), row.name, el("b", {}, row.text))),
+      state.pick && state.pick(x) ? el("div", { class: "when" }, "click: trees of this iteration") : "");
     state.cursor = x;
+    state.at = rows[0];
   };
+  const open = () => { const to = state.at && state.pick ? state.pick(state.cursor) : null; if (to) { hideTip(); location.hash = to; } };
   const leave = () => { hideTip(); root.querySelectorAll(".cross, .mark").forEach((old) => old.remove()); };
   root.addEventListener("pointermove", (event) => at(event.clientX - root.getBoundingClientRect().left, event.clientX, event.clientY));
   root.addEventListener("pointerleave", leave);
   root.addEventListener("blur", leave);
+  root.addEventListener("click", (event) => { at(event.clientX - root.getBoundingClientRect().left, event.clientX, event.clientY); open(); });
   root.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") { open(); return; }
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!by || !state.plot) return;
     event.preventDefault();
@@ -187,9 +193,11 @@ function readable(root, state) {
   });
 }
 
+const slug = (text) => text.toLowerCase().replace(/[^a-z0-9@]+/g, "-").replace(/^-|-$/g, "");
 function figure(spec, root, ...more) {
-  return el("figure", { class: `card chart ${spec.tall ? "tall" : ""}` },
-    el("figcaption", {}, el("h3", {}, spec.title), el("span", { class: "note" }, spec.note)), root, ...more);
+  const id = slug(spec.title);
+  return el("figure", { class: `card chart ${spec.tall ? "tall" : ""}`, "data-place": id },
+    el("figcaption", {}, el("h3", {}, spec.title, spec.place === null ? null : el("a", { class: "anchor", href: `#curves/${id}`, "aria-label": `Link to ${spec.title}` }, "#")), el("span", { class: "note" }, spec.note)), root, ...more);
 }
 function mount(root, draw) {
   charts.push(draw);
@@ -210,11 +218,15 @@ function lineChart(spec) {
     const rows = state.lines.map((s) => {
       const i = nearest(s, x);
       const interval = s.low && s.low[i] !== null && s.low[i] !== undefined ? ` (${between([s.low[i], s.high[i]])})` : "";
-      return { name: s.name, colour: colour(s.run), x: s.x[i], y: s.even[i], text: show(s.y[i], spec.unit) + interval };
+      return { name: s.name, colour: colour(s.run), run: s.run, iteration: s.iteration ? s.iteration[i] : null, x: s.x[i], y: s.even[i], text: show(s.y[i], spec.unit) + interval };
     });
     const at = rows.reduce((best, row) => (Math.abs(row.x - x) < Math.abs(best - x) ? row.x : best), Infinity);
     const value = spec.xUnit ? `position ${percent(at, 0)}` : view.axis === "iteration" ? `iteration ${digits(at, 6)}` : view.axis === "tokens" ? `${compact(at)} tokens` : duration(at);
     return { rows, x: at, header: value };
+  };
+  if (!spec.xUnit) state.pick = (x) => {
+    const near = state.read(x).rows.filter((row) => row.iteration !== null).sort((a, b) => Math.abs(a.x - x) - Math.abs(b.x - x))[0];
+    return near ? treesLink(near.run, near.iteration) : null;
   };
   const draw = () => {
     state.lines = shown().map((s) => ({ ...s, even: spec.smooth ? ema(s.y, view.smooth) : s.y }));
@@ -233,7 +245,7 @@ function lineChart(spec) {
         root.append(svg("path", { d: `M${d.map(([x, y]) => `${plot.sx(x).toFixed(1)} ${plot.sy(y).toFixed(1)}`).join("L")}Z`, css: { fill: colour(s.run), opacity: "0.14" } }));
       }
       if (s.even !== s.y) root.append(svg("path", { d: path(s.x, s.y, plot), fill: "none", css: { stroke: colour(s.run), opacity: "0.25" } }));
-      root.append(svg("path", { d: path(s.x, s.even, plot), fill: "none", "stroke-width": 2, "stroke-linejoin": "round", "stroke-dasharray": dashes(s.run), css: { stroke: colour(s.run) } }));
+      root.append(svg("path", { d: path(s.x, s.even, plot), fill: "none", "stroke-width": 2, "stroke-linejoin": "round", "stroke-dasharray": dashes(s), css: { stroke: colour(s.run) } }));
       const few = s.y.filter((v) => v !== null).length;
       if (spec.dots || few === 1) s.x.forEach((x, i) => { if (s.y[i] !== null) root.append(svg("circle", { cx: plot.sx(x), cy: plot.sy(s.y[i]), r: 3.2, css: { fill: colour(s.run) } })); });
     }
@@ -243,26 +255,32 @@ function lineChart(spec) {
   };
   readable(root, state);
   mount(root, draw);
-  return figure(spec, root);
+  const kinds = spec.legend ? el("div", { class: "legend" }, spec.legend.map((name, i) => el("span", {}, svg("svg", { class: "dash", viewBox: "0 0 26 4", "aria-hidden": "true" }, svg("line", { x1: 0, x2: 26, y1: 2, y2: 2, "stroke-width": 2, "stroke-dasharray": DASHES[i], css: { stroke: "currentColor" } })), name))) : null;
+  return figure(spec, root, kinds);
 }
 
-/** Stacked layers of one run, each iteration as wide as it took on the axis. spec: title, note, run, layers, top(). */
+/**
+ * Stacked layers of one run, each iteration as wide as it took on the axis. spec: title, note, unit, number (of the
+ * run), x (its axes), layers, top(), axis (a fixed one).
+ */
 function stackChart(spec) {
   const root = svg("svg", { tabindex: 0, role: "img", "aria-label": `${spec.title}: ${spec.note}. Arrow keys read values.` });
   const state = {};
-  const x = () => spec.run.x[view.axis];
-  const rows = [...spec.run.x.iteration.keys()].filter((i) => spec.layers.some((l) => l.y[i] !== null));
+  const axis = () => spec.axis || view.axis;
+  const x = () => spec.x[axis()];
+  const rows = [...spec.x.iteration.keys()].filter((i) => spec.layers.some((l) => l.y[i] !== null));
   state.positions = () => rows.map((i) => x()[i]);
   state.read = (at) => {
     const i = rows.find((row) => x()[row] >= at) ?? rows[rows.length - 1];
     const total = spec.layers.reduce((sum, l) => sum + (l.y[i] || 0), 0);
-    const parts = spec.layers.map((l) => ({ name: l.name, colour: l.colour, text: `${duration(l.y[i] || 0)} · ${percent((l.y[i] || 0) / (total || 1), 0)}` }));
-    return { rows: parts.reverse(), x: x()[i], header: `iteration ${spec.run.x.iteration[i]}: ${duration(total)}` };
+    const parts = spec.layers.map((l) => ({ name: l.name, colour: l.colour, text: `${show(l.y[i] || 0, spec.unit)} · ${percent((l.y[i] || 0) / (total || 1), 0)}` }));
+    return { rows: parts.reverse(), x: x()[i], header: `iteration ${spec.x.iteration[i]}: ${show(total, spec.unit)}` };
   };
+  state.pick = (at) => treesLink(spec.number, spec.x.iteration[rows.find((row) => x()[row] >= at) ?? rows[rows.length - 1]]);
   const draw = () => {
     if (!rows.length || !root.clientWidth) return;
-    const starts = rows.map((i) => (i > 0 ? x()[i - 1] : view.axis === "iteration" ? x()[i] - 1 : 0));
-    const plot = (state.plot = frame(root, [starts[0], x()[rows[rows.length - 1]]], [0, spec.top()], view.axis, "seconds", AXES[view.axis]));
+    const starts = rows.map((i) => (i > 0 ? x()[i - 1] : axis() === "iteration" ? x()[i] - 1 : 0));
+    const plot = (state.plot = frame(root, [starts[0], x()[rows[rows.length - 1]]], [0, spec.top()], axis(), spec.unit, AXES[axis()]));
     if (!plot) return;
     const base = rows.map(() => 0);
     for (const layer of spec.layers) {

@@ -108,9 +108,9 @@ def headline(record: RunRecord) -> dict[str, Any]:
         "rule": record.setting("algo.rule"),
         "estimator": record.setting("algo.estimator"),
         "seed": record.setting("run.seed"),
-        "iterations": clean(x["iteration"][-1]),
+        "iterations": clean(x["iteration"][-1]) if rows else 0,
         "planned": record.setting("run.iterations"),
-        "generated_tokens": clean(x["tokens"][-1]),
+        "generated_tokens": clean(x["tokens"][-1]) if rows else 0,
         "valid_tokens": clean(sum(row.get("train/valid_tokens", 0.0) for row in rows)),
-        "seconds": clean(x["seconds"][-1]),
+        "seconds": clean(x["seconds"][-1]) if rows else 0,
     }

@@ -1,4 +1,7 @@
-"""The figures of the report: which metric each one draws, and how to read it. One metric, one panel, one line a run."""
+"""The figures of the page: which metric each one draws, and how to read it.
+
+One line a run; solve ratios draw one for trunks, one for branches, one for both.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ class Figure:
     title: str
     note: str
     unit: Unit = "number"
+    lines: tuple[tuple[str, str], ...] = ()  # several metrics in one panel, each by its key and name
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +32,9 @@ class Section:
     shared_scale: bool = False
 
 
-def _solved(kind: str, of: str) -> tuple[Figure, ...]:
-    return (
-        Figure(f"{kind}/solve_all", f"{of}: solve-all", "prompts with every response right", "share"),
-        Figure(f"{kind}/solve_none", f"{of}: solve-none", "prompts with every response wrong", "share"),
-        Figure(f"{kind}/valid", f"{of}: valid", "some right, some wrong: these prompts teach", "share"),
-    )
+def _solved(name: str, title: str, note: str) -> Figure:
+    kinds = ("trunks", "branches", "both")
+    return Figure(f"trunks/{name}", title, note, "share", tuple((f"{kind}/{name}", kind) for kind in kinds))
 
 
 SECTIONS = (
@@ -41,7 +42,11 @@ SECTIONS = (
         "Solve ratios",
         "Shares of prompts solved by all, by none, and by some of their responses. Trunks count every prompt of the "
         "batch; branches, and both together, the prompts that were branched.",
-        (*_solved("trunks", "Trunks"), *_solved("branches", "Branches"), *_solved("both", "Both")),
+        (
+            _solved("solve_all", "Solve-all", "prompts with every response right"),
+            _solved("solve_none", "Solve-none", "prompts with every response wrong"),
+            _solved("valid", "Valid", "some right, some wrong: these prompts teach"),
+        ),
         shared_scale=True,
     ),
     Section(
@@ -82,4 +87,4 @@ SECTIONS = (
     ),
 )
 
-DRAWN = frozenset(figure.key for section in SECTIONS for figure in section.figures)
+DRAWN = frozenset(key for s in SECTIONS for f in s.figures for key in (f.key, *(key for key, _ in f.lines)))

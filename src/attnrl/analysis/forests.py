@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from attnrl.algo.advantages import ESTIMATORS
+from attnrl.algo.steps import THINK_END
 from attnrl.errors import DataError
 from attnrl.types import (
     Branch,
@@ -34,24 +35,37 @@ COLUMNS = (
     *("iteration", "uid", "problem", "answers", "tree", "kind", "point", "text", "ids", "logprobs", "finish"),
     *("version", "reward", "rule", "answer", "step_starts", "step_texts", "fci", "entropy"),
 )
+OPTIONAL = ("tokens", "reason", "prompt_reason")  # files written before there were reasons lack them
 TRUNKS_ONLY = ("grpo", "chain")  # estimators that make one sample a trunk and none a branch
 
 
-def read_table(file: Path, columns: Sequence[str], uids: Sequence[str] | None = None) -> pa.Table:
-    """Rows of a forest file, all of them or those of some prompts."""
-    filters = None if uids is None else [("uid", "in", list(uids))]
+def read_table(file: Path, columns: Sequence[str], span: tuple[int, int] | None = None) -> pa.Table:
+    """Rows of a forest file: all of them, or the half-open range `span`, of which only its row groups are read.
+
+    Columns in `OPTIONAL` that the file lacks are left out.
+    """
     try:
-        missing = set(columns) - set(pq.read_schema(file).names)
-        if missing:
-            raise DataError(f"{file}: column {min(missing)!r} is missing; was it written by another version?")
-        return pq.read_table(file, columns=list(columns), filters=filters)
+        with pq.ParquetFile(file) as opened:
+            present = set(opened.schema_arrow.names)
+            missing = set(columns) - present - set(OPTIONAL)
+            if missing:
+                raise DataError(f"{file}: column {min(missing)!r} is missing; was it written by another version?")
+            wanted = [name for name in columns if name in present]
+            if span is None:
+                return opened.read(wanted)
+            sizes = [opened.metadata.row_group(i).num_rows for i in range(opened.num_row_groups)]
+            ends = np.cumsum(sizes)
+            first, last = (int(np.searchsorted(ends, at, side="right")) for at in (span[0], max(span[1] - 1, span[0])))
+            groups = list(range(first, min(last, len(sizes) - 1) + 1))
+            before = int(ends[first] - sizes[first]) if groups else 0
+            return opened.read_row_groups(groups, wanted).slice(span[0] - before, span[1] - span[0])
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{file}: not a readable forest file: {error}") from None
 
 
-def read_rows(file: Path, columns: Sequence[str], uids: Sequence[str] | None = None) -> list[Row]:
+def read_rows(file: Path, columns: Sequence[str], span: tuple[int, int] | None = None) -> list[Row]:
     """The same as one dict a row."""
-    rows: list[Row] = read_table(file, columns, uids).to_pylist()
+    rows: list[Row] = read_table(file, columns, span).to_pylist()
     return rows
 
 
@@ -66,69 +80,52 @@ def grouped(rows: Iterable[Row]) -> list[list[Row]]:
     return forests
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
-    """A forest worth showing: where it is, and how much there is to see in it."""
-
-    file: Path
-    uid: str
-    interest: float
-
-
-def interest(rows: Sequence[Row]) -> float:
-    """How much a forest shows: branched trees, outcomes that differ within a tree, mixed outcomes overall.
+def interest(trees: Sequence[Sequence[float]]) -> float:
+    """How much a forest shows, from the rewards of each tree's leaves: branched trees, outcomes that differ within a
+    tree, mixed outcomes overall.
 
     A forest with a tree whose branches overturned their trunk comes before one that is merely mixed.
     """
-    rewards: dict[int, list[float]] = {}
-    for row in rows:
-        rewards.setdefault(row["tree"], []).append(row["reward"])
-    within = sum(float(np.std(r)) for r in rewards.values() if len(r) > 1) / len(rewards)
-    branched = any(len(r) > 1 for r in rewards.values())
-    every = [r for tree in rewards.values() for r in tree]
-    return 2.0 * within + 0.5 * float(np.std(every)) + 0.1 * branched
+    within = sum(_deviation(rewards) for rewards in trees) / len(trees)
+    branched = any(len(rewards) > 1 for rewards in trees)
+    every = [r for rewards in trees for r in rewards]
+    return 2.0 * within + 0.5 * _deviation(every) + 0.1 * branched
 
 
-def pick_forests(files: Sequence[Path], count: int) -> list[Pick]:
-    """Up to `count` forests, the most telling ones of the first and of the last iteration on disk, in that order."""
-    ends = list(dict.fromkeys([files[0], files[-1]])) if files else []
-    picks: list[Pick] = []
-    for n, file in enumerate(ends):
-        found: dict[str, Pick] = {}
-        for rows in grouped(read_rows(file, ("uid", "tree", "kind", "reward"))):
-            found.setdefault(rows[0]["uid"], Pick(file, rows[0]["uid"], interest(rows)))
-        best = sorted(found.values(), key=lambda pick: (-pick.interest, pick.uid))
-        picks += best[: (count - len(picks)) // (len(ends) - n)]
-    return picks
-
-
-def read_forests(picks: Sequence[Pick]) -> list[list[Row]]:
-    """The rows of the picked forests, in the order of the picks."""
-    found: dict[tuple[Path, str], list[Row]] = {}
-    for file in dict.fromkeys(pick.file for pick in picks):
-        uids = [pick.uid for pick in picks if pick.file == file]
-        for rows in grouped(read_rows(file, COLUMNS, uids)):
-            found.setdefault((file, rows[0]["uid"]), rows)
-    return [found[pick.file, pick.uid] for pick in picks]
+def _deviation(values: Sequence[float]) -> float:
+    """The standard deviation, of the values as a population."""
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / len(values))
 
 
 def rebuild(rows: Sequence[Row]) -> Forest:
-    """The forest as it stood in training, without the prompt's tokens, which are not on record."""
+    """The forest as it stood in training, without the prompt's tokens, which are not on record; without log-probs where
+    they were not read.
+    """
     first = rows[0]
     prompt = Prompt(first["uid"], as_ids([]), tuple(first["answers"] or ()), first["problem"] or "")
     trees: list[Tree] = []
     for row in rows:
-        rollout = Rollout(as_ids(row["ids"]), as_floats(row["logprobs"]), row["finish"], row["version"])
+        ids = as_ids(row["ids"])
+        logprobs = as_floats(row["logprobs"]) if "logprobs" in row else np.zeros(len(ids), dtype=np.float32)
+        rollout = Rollout(ids, logprobs, row["finish"], row["version"])
         verdict = Verdict(row["reward"], row["rule"], row["answer"])
         if row["kind"] == "trunk":
-            bounds = [*row["step_starts"], len(rollout.ids)]
-            steps = tuple(Step(a, b) for a, b in pairwise(bounds))
+            bounds = [*row["step_starts"], len(ids)]
+            steps = tuple(Step(*span, thinking) for span, thinking in zip(pairwise(bounds), thinks(row), strict=True))
             scores = Scores(rollout.logprobs, as_floats(row["entropy"]), as_floats(row["fci"]))
             trees.append(Tree(Trunk(rollout, verdict, steps, scores)))
         else:
             grown = trees[-1]
             trees[-1] = Tree(grown.trunk, (*grown.branches, Branch(row["point"], rollout, verdict)))
     return Forest(prompt, tuple(trees))
+
+
+def thinks(row: Row) -> list[bool]:
+    """For each step of a trunk's row whether it is thinking: False from the step in which `</think>` begins on."""
+    ends = np.cumsum([len(text) for text in row["step_texts"]])
+    found = "".join(row["step_texts"]).find(THINK_END)
+    return [found < 0 or int(end) <= found for end in ends]
 
 
 def leaf_advantages(forest: Forest, estimator: str, options: dict[str, Any]) -> list[list[Floats | None]]:

@@ -1,49 +1,35 @@
-"""Forests as plain values for the tree viewer, their texts clipped to a budget; FCI by position in the response."""
+"""One forest as plain values for the tree inspector: steps with their scores and reasons, values before and after each
+branch point, branches step by step beside their trunk; and the same clipped to a budget, for the report.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 
-from attnrl.algo.advantages import ESTIMATORS, leaf_rewards, segments
+from attnrl.algo.advantages import ESTIMATORS, Segments, leaf_rewards, segments
+from attnrl.algo.reasons import Reasons, explain, step_reasons
+from attnrl.algo.steps import SEGMENTERS, blank_lines
 from attnrl.analysis.curves import clean
-from attnrl.analysis.forests import Row, leaf_advantages, pick_forests, read_forests, read_table, rebuild
+from attnrl.analysis.forests import Row, leaf_advantages, rebuild
+from attnrl.analysis.intervals import value_change
 from attnrl.analysis.records import RunRecord
-from attnrl.types import Floats, Tree
+from attnrl.types import Floats, Forest, Tree
 
-FORESTS = (12, 4)  # shown in one report, over all runs: of short responses, and of long ones
-TEXT_BUDGET = 450_000  # characters of model output in one report
-BINS = 20
 # NUL and its kin would be dropped or mangled by a browser: show their pictures instead
 VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-
-
-def forest_pages(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """The forests of a report, the most telling ones of each run's first and last iteration.
-
-    Where responses are long, fewer forests, so that what is left of each text after clipping can still be read.
-    """
-    pages: list[dict[str, Any]] = []
-    for count in FORESTS:
-        pages = []
-        for number, record in enumerate(records):
-            picked = read_forests(pick_forests(record.forest_files, max(2, count // len(records))))
-            pages += [{"run": number, **forest_page(rows, record)} for rows in picked]
-        if sum(len(text) for page in pages for text in _texts(page)) <= 2 * TEXT_BUDGET:
-            break
-    budget = TEXT_BUDGET // max(len(pages), 1)
-    return [clip_page(page, budget) for page in pages]
+Cut = Callable[[str], list[str]]
 
 
 def forest_page(rows: Sequence[Row], record: RunRecord) -> dict[str, Any]:
     """One forest: its prompt, V(root), and each tree with steps, nodes and branches.
 
     Values are those of Eq. 2. Advantages are those of the run's own estimator; an estimator from outside attnrl is
-    not run, and Eq. 3 stands in for it, named as such.
+    not run, and Eq. 3 stands in for it, named as such. Reasons that are not on record are derived.
     """
     forest = rebuild(rows)
     named = record.setting("algo.estimator", "tree")
@@ -55,6 +41,8 @@ def forest_page(rows: Sequence[Row], record: RunRecord) -> dict[str, Any]:
     for row in rows:
         by_tree = [*by_tree, [row]] if row["kind"] == "trunk" else [*by_tree[:-1], [*by_tree[-1], row]]
     rewards = leaf_rewards(forest)
+    why, recorded = forest_reasons(forest, by_tree, advantages, record)
+    pages = [tree_page(t, r, a, record) for t, r, a in zip(forest.trees, by_tree, advantages, strict=True)]
     return {
         "iteration": rows[0]["iteration"],
         "uid": forest.prompt.uid,
@@ -64,39 +52,148 @@ def forest_page(rows: Sequence[Row], record: RunRecord) -> dict[str, Any]:
         "leaves": len(rewards),
         "estimator": estimator,
         "own_estimator": own,
-        "trees": [tree_page(t, r, a) for t, r, a in zip(forest.trees, by_tree, advantages, strict=True)],
+        "reason": why.prompt,
+        "recorded": recorded,
+        "trees": [{**page, "reason": reason} for page, reason in zip(pages, why.trees, strict=True)],
     }
 
 
-def tree_page(tree: Tree, rows: Sequence[Row], advantages: Sequence[Floats | None]) -> dict[str, Any]:
-    """One tree: the trunk's steps with their FCI, its segments with V and A, and its branches."""
+def forest_reasons(
+    forest: Forest, by_tree: Sequence[Sequence[Row]], advantages: Sequence[Sequence[Floats | None]], record: RunRecord
+) -> tuple[Reasons, bool]:
+    """The reasons on record, or those that follow from the forest itself; and whether they are on record."""
+    first = by_tree[0][0]
+    if first.get("prompt_reason"):
+        return Reasons(first["prompt_reason"], tuple(rows[0]["reason"] or "" for rows in by_tree)), True
+    taught = any(a is not None and np.any(a) for tree in advantages for a in tree)
+    branching = record.setting("algo.rule") != "none"
+    return explain(forest, planned=None, taught=taught, branching=branching), False
+
+
+def tree_page(
+    tree: Tree, rows: Sequence[Row], advantages: Sequence[Floats | None], record: RunRecord
+) -> dict[str, Any]:
+    """One tree: the trunk's steps with their scores and reasons, its segments with V and A, and its branches.
+
+    A step is [start, FCI, text, mean entropy, reason], by position: there may be thousands.
+    """
     cut, trunk = segments(tree), rows[0]
+    starts = [step.start for step in tree.trunk.steps]
+    entropy = step_means(tree.trunk.scores.entropy, starts)
+    reasons = tree_step_reasons(tree, record)
+    steps = [
+        [start, clean(float(fci)), text, clean(mean), reason]
+        for start, fci, text, mean, reason in zip(
+            starts, tree.trunk.scores.fci, trunk["step_texts"], entropy, reasons, strict=True
+        )
+    ]
+    into_steps = text_cutter(record)
+    branches = []
+    for branch, row, found in zip(tree.branches, rows[1:], advantages[1:], strict=True):
+        place = step_at(starts, branch.point)
+        before = "".join(trunk["step_texts"][:place])
+        own = tree.trunk.rollout.ids[branch.point :]
+        shared = same_tokens(own, branch.rollout.ids)
+        ends = shared >= len(own) and shared >= len(branch.rollout.ids)
+        branches.append(
+            {
+                **_leaf(row),
+                "point": branch.point,
+                "place": place,
+                "steps": branch_steps(before, row["text"], into_steps),
+                # of the branch's steps the first that is not the trunk's word for word; None where all are
+                "differs": None if ends else step_at(starts, branch.point + shared) - place,
+                "value": clean(branch.reward),
+                "advantage": _at(found, branch.point),
+            }
+        )
+    return {**_leaf(trunk), "steps": steps, "nodes": node_pages(tree, cut, advantages[0]), "branches": branches}
+
+
+def node_pages(tree: Tree, cut: Segments, advantages: Floats | None) -> list[dict[str, Any]]:
+    """The segments of a trunk; each but the first with the change of value at the branch point it starts at."""
     bounds = cut.bounds.tolist()
-    nodes = [
-        {
+    nodes = []
+    for i in range(len(cut.values)):
+        node: dict[str, Any] = {
             "start": bounds[i],
             "stop": bounds[i + 1],
             "leaves": int(cut.leaves[i]),
             "value": clean(float(cut.values[i])),
-            "advantage": _at(advantages[0], bounds[i]),
+            "advantage": _at(advantages, bounds[i]),
         }
-        for i in range(len(cut.values))
-    ]
-    steps = [  # by position, not by name: there may be thousands
-        [step.start, clean(float(fci)), text]
-        for step, fci, text in zip(tree.trunk.steps, tree.trunk.scores.fci, trunk["step_texts"], strict=True)
-    ]
-    branches = [
-        {
-            **_leaf(row),
-            "point": branch.point,
-            "text": row["text"],
-            "value": clean(branch.reward),
-            "advantage": _at(found, branch.point),
-        }
-        for branch, row, found in zip(tree.branches, rows[1:], advantages[1:], strict=True)
-    ]
-    return {**_leaf(trunk), "steps": steps, "nodes": nodes, "branches": branches}
+        if i:
+            below = [tree.trunk.reward, *(b.reward for b in tree.branches if b.point > bounds[i])]
+            change = value_change(below, [b.reward for b in tree.branches if b.point == bounds[i]])
+            node["change"] = {key: None if v is None else clean(v) for key, v in asdict(change).items()}
+        nodes.append(node)
+    return nodes
+
+
+def tree_step_reasons(tree: Tree, record: RunRecord) -> tuple[str, ...]:
+    """Why each step of the trunk is a branch point or not, by the knobs of the run's rule."""
+    return step_reasons(
+        tree.trunk,
+        {branch.point for branch in tree.branches},
+        by_fci=record.setting("algo.rule") == "fci",
+        delta=record.setting("algo.delta", 4),
+        top_fraction=record.setting("algo.top_fraction", 0.2),
+        min_gap_tokens=record.setting("algo.min_gap_tokens", 0),
+        mode=record.setting("algo.mode", "paper"),
+    )
+
+
+def step_means(values: Floats, starts: Sequence[int]) -> list[float]:
+    """The mean over the tokens of each step.
+
+    >>> step_means(np.array([1, 3, 5, 5], dtype=np.float32), [0, 2])
+    [2.0, 5.0]
+    """
+    if not len(values) or not starts:
+        return [float("nan")] * len(starts)
+    sums = np.add.reduceat(values.astype(np.float64), starts)
+    means: list[float] = (sums / np.diff([*starts, len(values)])).tolist()
+    return means
+
+
+def step_at(starts: Sequence[int], token: int) -> int:
+    """The step that holds a token.
+
+    >>> [step_at([0, 4, 9], token) for token in (0, 3, 4, 20)]
+    [0, 0, 1, 2]
+    """
+    return max(int(np.searchsorted(np.asarray(starts), token, side="right")) - 1, 0)
+
+
+def same_tokens(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
+    """How many tokens two continuations begin with alike."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if differ.size else n
+
+
+def text_cutter(record: RunRecord) -> Cut:
+    """Text -> its steps, as the run's segmenter cuts them; one from outside attnrl, or one that counts tokens, is not
+    run, and blank lines stand in for it. Branches have no steps on record.
+    """
+    named = record.setting("algo.segmenter", "blank_lines")
+    known = named in SEGMENTERS and named != "every_n_tokens"
+    segment = partial(SEGMENTERS[named], **record.setting("algo.segmenter_options", {})) if known else blank_lines
+    return lambda text: [text[s.start : s.stop] for s in segment(list(text))]  # a character is a token of its own
+
+
+def branch_steps(before: str, text: str, cut: Cut) -> list[str]:
+    """The steps of a branch's own text, cut in the light of what it continues.
+
+    >>> branch_steps("ab|", "cd|e", lambda text: text.replace("|", "| ").split())
+    ['cd|', 'e']
+    """
+    found, at = [], 0
+    for piece in cut(before + text):
+        at += len(piece)
+        if at > len(before):
+            found.append(piece[-(at - len(before)) :])
+    return found
 
 
 def _leaf(row: Row) -> dict[str, Any]:
@@ -110,51 +207,60 @@ def _at(advantages: Floats | None, token: int) -> float | None:
     return clean(float(advantages[token])) if advantages is not None and token < len(advantages) else None
 
 
-def clip_page(page: dict[str, Any], budget: int) -> dict[str, Any]:
-    """The page with its texts cut to about `budget` characters, the longest ones first; steps get at most half of it,
-    so that their number does not crowd out the branches.
-    """
-    steps = [len(text) for tree in page["trees"] for _, _, text in tree["steps"]]
-    step_limit = fair_limit(steps, budget // 2)
-    used = sum(min(length, step_limit) for length in steps)
-    limit = fair_limit([len(text) for text in _texts(page)][len(steps) :], budget - used)
+def map_texts(page: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """The page with every text of the model or the data changed."""
 
-    def clipped(leaf: dict[str, Any]) -> dict[str, Any]:
-        texts = {name: clip(leaf[name], limit) for name in ("text", "answer") if leaf.get(name)}
-        return {**leaf, **texts}
+    def leaf(old: dict[str, Any]) -> dict[str, Any]:
+        return {**old, "answer": change(old["answer"])} if old["answer"] else old
 
     trees = [
         {
-            **clipped(tree),
-            "steps": [[start, fci, clip(text, step_limit)] for start, fci, text in tree["steps"]],
-            "branches": [clipped(branch) for branch in tree["branches"]],
+            **leaf(tree),
+            "steps": [[start, fci, change(text), *more] for start, fci, text, *more in tree["steps"]],
+            "branches": [{**leaf(b), "steps": [change(text) for text in b["steps"]]} for b in tree["branches"]],
         }
         for tree in page["trees"]
     ]
-    answers = [clip(answer, limit) for answer in page["answers"]]
-    return {**page, "problem": clip(page["problem"], limit), "answers": answers, "trees": trees}
+    answers = [change(answer) for answer in page["answers"]]
+    return {**page, "problem": change(page["problem"]), "answers": answers, "trees": trees}
 
 
-def _texts(page: dict[str, Any]) -> list[str]:
-    """Every text of a page: those of steps first."""
-    leaves = [leaf for tree in page["trees"] for leaf in (tree, *tree["branches"])]
-    others = [leaf[name] for leaf in leaves for name in ("text", "answer") if leaf.get(name)]
-    steps = [text for tree in page["trees"] for _, _, text in tree["steps"]]
-    return [*steps, page["problem"], *page["answers"], *others]
+def page_texts(page: dict[str, Any]) -> list[str]:
+    """Every text of a page."""
+    found: list[str] = []
+
+    def keep(text: str) -> str:
+        found.append(text)
+        return text
+
+    map_texts(page, keep)
+    return found
 
 
-def fair_limit(lengths: Sequence[int], budget: int) -> int:
+def visible_page(page: dict[str, Any]) -> dict[str, Any]:
+    """The page with control characters made visible, nothing cut."""
+    return map_texts(page, lambda text: text.translate(VISIBLE))
+
+
+def clip_page(page: dict[str, Any], budget: int) -> dict[str, Any]:
+    """The page with its texts cut to about `budget` characters, the longest ones first."""
+    limit = fair_limit([len(text) for text in page_texts(page)], budget)
+    return map_texts(page, lambda text: clip(text, limit))
+
+
+def fair_limit(lengths: Iterable[int], budget: int) -> int:
     """The largest limit for which texts cut to it fit the budget together.
 
     >>> fair_limit([10, 100, 100], 90)
     40
     """
-    left, texts = budget, len(lengths)
-    for length in sorted(lengths):
+    ordered = sorted(lengths)
+    left, texts = budget, len(ordered)
+    for length in ordered:
         if length * texts > left:
             return max(left // texts, 1)
         left, texts = left - length, texts - 1
-    return max(lengths, default=1)
+    return max(ordered, default=1)
 
 
 def clip(text: str, limit: int) -> str:
@@ -169,48 +275,3 @@ def clip(text: str, limit: int) -> str:
     tail = limit * 2 // 5
     left_out = len(text) - limit
     return f"{text[: limit - tail]} [… {left_out:,} more …] {text[len(text) - tail :]}"
-
-
-def fci_by_position(files: Sequence[Path]) -> dict[str, Any] | None:
-    """Mean FCI of the steps and the share of branches by relative position in the trunk, over up to 12 iterations,
-    and the mean rank correlation of FCI with position; None where nothing was scored.
-
-    Steps nearer than Delta to the end score 0 by definition (Eq. 5), and early steps are attended to by more text
-    even under uniform attention: the correlation says how much of FCI position alone explains.
-    """
-    chosen = dict.fromkeys(files[round(i * (len(files) - 1) / 11)] for i in range(12)) if files else {}
-    total, count, starts = np.zeros(BINS), np.zeros(BINS), np.zeros(BINS)
-    ranks: list[float] = []
-    for file in chosen:
-        length = 1
-        table = read_table(file, ("kind", "point", "step_starts", "fci", "ids"))
-        tokens = pc.list_value_length(table["ids"]).to_pylist()  # ids themselves may be millions
-        for row, drawn in zip(table.drop_columns(["ids"]).to_pylist(), tokens, strict=True):
-            if row["kind"] == "branch":
-                starts[min(int(BINS * row["point"] / length), BINS - 1)] += 1
-                continue
-            length = max(drawn, 1)
-            fci = np.asarray(row["fci"], dtype=np.float64)
-            if len(fci) < 2 or not np.isfinite(fci).all():
-                continue
-            where = np.minimum((BINS * np.asarray(row["step_starts"]) / length).astype(int), BINS - 1)
-            np.add.at(total, where, fci)
-            np.add.at(count, where, 1)
-            ranks += [] if fci.std() == 0 else [_rank_correlation(fci)]
-    if not count.any() and not starts.any():
-        return None
-    centres = [clean((i + 0.5) / BINS) for i in range(BINS)]
-    return {
-        "position": centres,
-        "fci": [clean(t / c) if c else None for t, c in zip(total, count, strict=True)],
-        "branches": [clean(s / starts.sum()) if starts.any() else None for s in starts],
-        "correlation": clean(float(np.mean(ranks))) if ranks else None,
-        "trunks": len(ranks),
-    }
-
-
-def _rank_correlation(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
-    """Spearman's correlation of values with their index; ties share their mean rank."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])

@@ -40,11 +40,15 @@ class RunRecord:
         return after[0] if after and not after[0].startswith("-") else None
 
 
-def read_run(path: Path, name: str | None = None) -> RunRecord:
-    """The record of a run directory; the first thing that is missing or broken is an error that names it."""
+def read_run(path: Path, name: str | None = None, *, begun: bool = True) -> RunRecord:
+    """The record of a run directory; the first thing that is missing or broken is an error that names it.
+
+    Without `begun` a run whose first iteration has not finished yet is a record without metrics.
+    """
     if not path.is_dir():
         raise MissingFileError(f"run directory {path} does not exist")
-    if not (path / "metrics.jsonl").is_file():
+    metrics = path / "metrics.jsonl"
+    if begun and not metrics.is_file():
         raise MissingFileError(
             f"{path} holds no metrics.jsonl: it is no run directory, or its first iteration has not finished yet"
         )
@@ -53,12 +57,12 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
         path=path,
         config=_read_object(path / "config.json"),
         environment=_read_object(path / "environment.json") if (path / "environment.json").exists() else {},
-        metrics=read_metrics(path / "metrics.jsonl"),
+        metrics=read_metrics(metrics, begun=begun) if metrics.is_file() else [],
         forest_files=tuple(sorted(p for p in (path / "forests").glob("*.parquet") if p.stem.isdigit())),
     )
 
 
-def read_metrics(file: Path) -> list[dict[str, float]]:
+def read_metrics(file: Path, *, begun: bool = True) -> list[dict[str, float]]:
     """One dict an iteration; a last line without its line break was torn by a kill and is left out."""
     lines = file.read_text("utf-8", errors="replace").split("\n")[:-1]
     rows = []
@@ -70,7 +74,7 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
         if not isinstance(row, dict) or not isinstance(row.get("iteration"), int | float):
             raise DataError(f"{file}:{number}: not an object with a number `iteration`; delete or repair the line")
         rows.append(row)
-    if not rows:
+    if begun and not rows:
         raise DataError(f"{file} has no finished iteration yet; report the run once its first one is done")
     return rows
 

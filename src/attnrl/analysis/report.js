@@ -1,4 +1,4 @@
-// The page: headline, controls, sections of figures, trees, configs.
+// The page: overview, curves, trees, config; each place has a link of its own.
 
 const runs = DATA.runs;
 const main = document.getElementById("main");
@@ -12,7 +12,7 @@ document.getElementById("theme").addEventListener("click", () => { theme = theme
 addEventListener("beforeprint", () => paint("light"));
 addEventListener("afterprint", () => paint(theme));
 
-const section = (title, note, ...kids) => el("section", {}, el("h2", {}, title), note ? el("p", { class: "lead" }, note) : null, ...kids);
+const section = (title, note, ...kids) => el("section", { "data-place": slug(title) }, el("h2", {}, title, el("a", { class: "anchor", href: `#curves/${slug(title)}`, "aria-label": `Link to ${title}` }, "#")), note ? el("p", { class: "lead" }, note) : null, ...kids);
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 const evaluated = (run) => run.held_out.filter((h) => h.accuracy.some((a) => a !== null));
 
@@ -53,7 +53,8 @@ function headView(run, number) {
     ["Preset", h.preset], ["Model", h.model],
     ["Method", [h.rule && `branching ${h.rule}`, h.estimator && `advantages ${h.estimator}`, h.schedule && h.schedule.replaceAll("_", " ")].filter(Boolean).join(" · ")],
     ["Iterations", h.planned && h.planned !== h.iterations ? `${h.iterations} of ${h.planned}` : h.iterations],
-    ["Generated", `${compact(h.generated_tokens)} tokens, ${compact(h.valid_tokens)} valid tokens trained on`],
+    ["Generated", `${compact(h.generated_tokens)} tokens drawn`],
+    ["Trained on", `${compact(h.valid_tokens)} tokens with signal; a prefix that several paths share counts in each of them`],
     ["Training time", `${duration(h.seconds)}, without evaluation`],
     ["Seed", h.seed], ["Commit", env.commit ? `${String(env.commit).slice(0, 10)}${env.changed ? ", with changes" : ""}` : null],
   ].filter(([, value]) => value !== null && value !== undefined && value !== "");
@@ -72,23 +73,26 @@ function controls() {
 }
 const redraw = () => charts.forEach((draw) => draw());
 
-const series = (key) => () => runs.map((run, i) => ({ run: i, name: run.name, x: run.x[view.axis], y: run.metrics[key] || [] }));
+const line_ = (run, i, key, name, dash) => ({ run: i, name, dash, iteration: run.x.iteration, x: run.x[view.axis], y: run.metrics[key] || [] });
+const series = (key) => () => runs.map((run, i) => line_(run, i, key, run.name));
+const seriesOf = (lines) => () => runs.flatMap((run, i) => lines.map(([key, name], n) => line_(run, i, key, runs.length > 1 ? `${run.name}, ${name}` : name, n)));
 const logged = (key) => runs.some((run) => run.metrics[key]);
 function panel(spec, domain) {
-  return lineChart({ ...spec, series: series(spec.key), smooth: true, domain });
+  const several = (spec.lines || []).filter(([key]) => logged(key));
+  return lineChart({ ...spec, series: several.length > 1 ? seriesOf(several) : series(spec.key), legend: several.length > 1 ? several.map(([, name]) => name) : null, smooth: true, domain });
 }
 function sectionView(spec) {
   const present = spec.figures.filter((f) => logged(f.key));
   if (!present.length) return null;
   // one vertical scale where panels are there to be compared
-  const domain = spec.shared_scale ? () => range(extent(runs.filter((_, i) => !view.hidden.has(i)).flatMap((run) => present.map((f) => run.metrics[f.key] || []))) || [0, 1], present[0].unit) : undefined;
+  const domain = spec.shared_scale ? () => range(extent(runs.filter((_, i) => !view.hidden.has(i)).flatMap((run) => present.flatMap((f) => [[f.key], ...f.lines].map(([key]) => run.metrics[key] || [])))) || [0, 1], present[0].unit) : undefined;
   return section(spec.title, spec.note, el("div", { class: "grid" }, present.map((f) => panel(f, domain))), spec.title === "Step scores" ? positionView() : null);
 }
 
 function heldOutView() {
   const names = [...new Set(runs.flatMap((run) => run.held_out.map((h) => h.benchmark)))];
   if (!names.length) return null;
-  const of = (name, value, more) => () => runs.flatMap((run, i) => run.held_out.filter((h) => h.benchmark === name).map((h) => ({ run: i, name: run.name, x: h.x[view.axis], y: h[value], ...(more ? { low: h.low, high: h.high } : {}) })));
+  const of = (name, value, more) => () => runs.flatMap((run, i) => run.held_out.filter((h) => h.benchmark === name).map((h) => ({ run: i, name: run.name, iteration: h.x.iteration, x: h.x[view.axis], y: h[value], ...(more ? { low: h.low, high: h.high } : {}) })));
   const has = (name, value) => runs.some((run) => run.held_out.some((h) => h.benchmark === name && h[value].some((v) => v !== null)));
   const layout = names.length === 1 ? "grid wide" : "grid";
   const plots = names.flatMap((name) => [
@@ -130,7 +134,7 @@ function secondsView() {
   const plots = runs.map((run) => {
     const sums = names.map((n) => (run.metrics[`seconds/${n}`] || []).reduce((a, b) => a + (b || 0), 0)), total = sums.reduce((a, b) => a + b, 0) || 1;
     const layers = names.map((n, i) => ({ name: n, colour: `var(--p${i % 6})`, y: run.metrics[`seconds/${n}`] || run.x.iteration.map(() => null), share: sums[i] / total })).filter((l) => l.share > 0);
-    return layers.length ? stackChart({ title: runs.length > 1 ? run.name : "Seconds per phase", note: "an iteration; shares of the whole run below", run, layers, top }) : null;
+    return layers.length ? stackChart({ title: runs.length > 1 ? `Seconds: ${run.name}` : "Seconds per phase", note: "of an iteration; shares of the whole run below", unit: "seconds", number: runs.indexOf(run), x: run.x, layers, top }) : null;
   });
   return section("Time", "Where an iteration's seconds go.", el("div", { class: runs.length > 2 ? "grid" : "grid wide" }, plots));
 }
@@ -163,20 +167,118 @@ function otherView() {
   } } }, el("summary", {}, `All other metrics (${keys.length})`), inside);
 }
 
-function forestsView() {
-  const note = "The most telling forests of the first and the last iteration on record. Trunks run left to right; branches leave at the steps later text attends to most, or wherever the run's rule put them.";
-  const words = el("dl", { class: "definition" }, [["V", "value of a node: mean reward of the leaves below it (Eq. 2)"], ["A", "advantage every token of the node is trained with (Eq. 3 for the tree estimator)"], ["FCI", "forward context influence of a step (Eq. 6)"]].map(([k, v]) => [el("dt", {}, k), el("dd", {}, v)]));
-  const none = runs.filter((run) => !run.forest_files).map((run) => run.name);
+/** Why prompts taught or not, iteration by iteration, as far as the forests are read. */
+function reasonsView() {
+  const plots = runs.map((run, number) => {
+    const map = INDEX.by[number], iterations = [...map.keys()].sort((a, b) => a - b);
+    if (iterations.length < 2) return null;
+    const all = iterations.map((i) => map.get(i)), count = (rows, kind) => rows.filter((row) => row.kind === kind).length;
+    const total = all.reduce((n, rows) => n + rows.length, 0);
+    const layers = Object.keys(REASON_NAMES).map((kind) => ({ name: reasonName(kind), colour: REASON_COLOURS[kind], y: all.map((rows) => count(rows, kind)), share: all.reduce((n, rows) => n + count(rows, kind), 0) / total })).filter((l) => l.share > 0);
+    return stackChart({ title: runs.length > 1 ? `Why: ${run.name}` : "Why prompts taught, or did not", note: "prompts on record, an iteration; shares below", unit: "count", number, x: { iteration: iterations }, axis: "iteration", layers, top: () => 1.06 * Math.max(...all.map((rows) => rows.length)) });
+  }).filter(Boolean);
+  return plots.length ? section("Reasons", "Each prompt of an iteration by what came of it. Click an iteration to see its trees.", el("div", { class: runs.length > 2 ? "grid" : "grid wide" }, plots)) : null;
+}
+/** The most telling forests of the newest iteration on record. */
+function tellingView() {
+  const rows = runs.flatMap((_, i) => { const newest = Math.max(...INDEX.by[i].keys()); return newest > -Infinity ? [...INDEX.by[i].get(newest)].sort((a, b) => b.interest - a.interest).slice(0, Math.max(2, Math.floor(6 / runs.length))) : []; });
+  const none = runs.filter((run) => !run.recorded.length).map((run) => run.name);
   const missing = none.length ? `No forests on record${runs.length > 1 ? ` for ${none.join(", ")}` : ""}: run.save_rollouts_every was 0, or no iteration that saves them has finished.` : "";
-  if (!DATA.forests.length) return section("Trees", "", el("p", { class: "card empty" }, missing || "The forest files on record hold no forest: every prompt was filtered."));
-  return section("Trees", note, missing ? el("p", { class: "lead" }, missing) : null, viewer(DATA.forests, runs), words);
+  if (!rows.length) return section("Trees to look at", "", el("p", { class: "card empty" }, missing || (online() ? "The forests are being read." : "The forest files on record hold no forest: every prompt was filtered.")));
+  return section("Trees to look at", `The most telling forests of the newest iteration: outcomes that differ within a tree come first. ${missing}`, el("ul", { class: "telling" }, rows.map((row) =>
+    el("li", { class: "card" }, el("a", { href: forestLink(row) }, excerpt(row, 120)), el("span", { class: "soft num" }, `${runs.length > 1 ? `${runs[row.run].name}, ` : ""}iteration ${row.iteration} · V(root) ${row.value.toFixed(2)} · ${row.branched} of ${row.trees} trees branched`)))),
+    el("p", {}, el("a", { href: "#trees" }, "All forests in a table →")));
 }
 
-view.smooth = Math.max(...runs.map((run) => run.rows)) >= 40 ? 0.6 : 0;
+const KEY_FIGURES = ["trunks/accuracy", "train/valid_token_share", "policy/kl", "generate/length"];
+const figures = () => DATA.sections.flatMap((s) => s.figures);
+const overview = () => [
+  el("div", { class: "heads" }, runs.map(headView)), heldOutView(), tellingView(), reasonsView(),
+  section("At a glance", "Four of the curves; all of them are under Curves. Click a point to see the trees of its iteration.", el("div", { class: "grid wide" }, figures().filter((f) => KEY_FIGURES.includes(f.key) && logged(f.key)).map((f) => panel(f)))),
+];
+const curvesPage = () => [heldOutView(), DATA.sections.map(sectionView), secondsView(), otherView()];
+const thin = () => runs.filter((run) => run.drawn < run.rows).map((run) => `${run.name}: ${run.drawn} of ${run.rows} iterations`);
+const footer = () => el("footer", {}, `Written by attnrl ${DATA.version} from run directories alone. Faint lines are values as logged, strong ones their moving average.${thin().length ? ` Curves are thinned (${thin().join("; ")}); every evaluation is drawn.` : ""} Keys: `, el("button", { type: "button", class: "linky", on: { click: help } }, "?"));
+
+const PAGES = { overview: "Overview", curves: "Curves", trees: "Trees", config: "Config" };
+let shown = { page: null, refresh: null, keys: {} };
+function show_(page, kids, more = {}) {
+  charts.length = 0;
+  hideTip();
+  shown = { page, refresh: null, keys: {}, ...more };
+  document.getElementById("controls").hidden = page !== "overview" && page !== "curves";
+  for (const a of document.querySelectorAll("#pages a")) a.setAttribute("aria-current", a.dataset.page === page || (page === "tree" && a.dataset.page === "trees") ? "page" : "false");
+  main.replaceChildren(...[el("h1", { class: "skip" }, `${PAGES[page] || "Tree"} of ${runs.map((r) => r.name).join(", ")}`), kids, footer()].flat(Infinity).filter(Boolean));
+}
+async function treePage([run, iteration, number, tree, branch]) {
+  const at = { run, iteration, number }, key = `${run}/${iteration}/${number}`;
+  const asked = location.hash;
+  let view;
+  try { view = forestView(ready(await SOURCE.forest(run, iteration, number)), at, tree ?? null, branch ?? null); }
+  catch (error) { view = { node: el("p", { class: "card empty" }, error.message), keys: {} }; }
+  if (location.hash !== asked) return; // another place was chosen meanwhile
+  if (!order.some((row) => row.key === key)) reorder({});
+  const here = order.findIndex((row) => row.key === key);
+  const by = (n) => { const row = order[here + n]; if (row) location.hash = forestLink(row); };
+  const button = (n, text) => el("button", { type: "button", class: "plain", disabled: !order[here + n] || here < 0, on: { click: () => by(n) } }, text);
+  const name = runs[run] ? runs[run].name : `run ${run}`;
+  show_("tree", [el("nav", { class: "picker", "aria-label": "Forests" }, el("a", { href: table.hash || "#trees" }, "← Table"), button(-1, "Previous (p)"), button(1, "Next (n)"),
+    el("span", { class: "num" }, `${runs.length > 1 ? `${name}, ` : ""}iteration ${iteration}, forest ${number + 1}${here >= 0 ? ` · ${here + 1} of ${order.length.toLocaleString("en")} in the table` : ""}`)), view.node],
+  { keys: { ...view.keys, n: () => by(1), p: () => by(-1), Escape: () => { location.hash = table.hash || "#trees"; } } });
+  if (tree === undefined) scrollTo(0, 0);
+}
+function route() {
+  const [path, query] = location.hash.slice(1).split("?");
+  const [page, ...rest] = path.split("/");
+  if (page === "main") { main.focus(); return; }
+  if (page === "tree" && rest.length >= 3) { treePage(rest.map(Number)); return; }
+  if (page === "trees") {
+    if (table.hash !== location.hash) table.cursor = 0;
+    table.hash = location.hash;
+    const { node, refresh } = tablePage(Object.fromEntries(new URLSearchParams(query || "")));
+    show_("trees", [node], { refresh });
+  } else if (page === "config") show_("config", [configView()]);
+  else if (page === "curves") {
+    show_("curves", curvesPage(), { rebuild: true });
+    const place = rest[0] && [...main.querySelectorAll("[data-place]")].find((n) => n.dataset.place === rest[0]);
+    if (place) { place.scrollIntoView(); return; }
+  } else show_("overview", overview(), { rebuild: true });
+  scrollTo(0, 0);
+}
+function help() {
+  const rows = [["1 2 3 4", "overview, curves, trees, config"], ["/", "search in prompts and responses"], ["↑ ↓ or j k, Enter", "walk through the table, open a forest"], ["n p", "next, previous forest"], ["[ ]", "previous, next tree"], ["b", "open or close all branches"], ["Esc", "back to the table"], ["← →, Enter", "on a chart: read values, open that iteration's trees"], ["d", "light or dark"]];
+  const box = el("dialog", { class: "card help", on: { close: () => box.remove(), click: () => box.close() } }, el("h2", {}, "Keys"), el("dl", { class: "definition" }, rows.map(([k, v]) => [el("dt", {}, k), el("dd", {}, v)])));
+  document.body.append(box);
+  box.showModal();
+}
+addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea, dialog")) return;
+  const names = Object.keys(PAGES), act = shown.keys[event.key];
+  if (act) act();
+  else if (names[Number(event.key) - 1]) location.hash = `#${names[Number(event.key) - 1]}`;
+  else if (event.key === "/") { event.preventDefault(); const focus = () => main.querySelector('input[name="q"]')?.focus(); if (shown.page === "trees") focus(); else { location.hash = "#trees"; setTimeout(focus, 60); } }
+  else if (event.key === "?") help();
+  else if (event.key === "d") document.getElementById("theme").click();
+});
+addEventListener("hashchange", route);
+
+document.getElementById("pages").append(...Object.entries(PAGES).map(([page, text]) => el("a", { href: `#${page}`, "data-page": page }, text)));
+view.smooth = Math.max(0, ...runs.map((run) => run.rows)) >= 40 ? 0.6 : 0;
 controls();
-const thin = runs.filter((run) => run.drawn < run.rows).map((run) => `${run.name}: ${run.drawn} of ${run.rows} iterations`);
-main.append(...[
-  el("h1", { class: "skip" }, `Report of ${runs.map((r) => r.name).join(", ")}`),
-  el("div", { class: "heads" }, runs.map(headView)), heldOutView(), DATA.sections.map(sectionView), secondsView(), forestsView(), otherView(), configView(),
-  el("footer", {}, `Written by attnrl ${DATA.version} from run directories alone. Faint lines are values as logged, strong ones their moving average.${thin.length ? ` Curves are thinned (${thin.join("; ")}); every evaluation is drawn.` : ""}`),
-].flat().filter(Boolean));
+DATA.forests.forEach(([run, ...values], i) => { const [iteration] = values; INDEX.put(run, iteration, [...DATA.forests.filter((row) => row[0] === run && row[1] === iteration).map((row) => row.slice(1))]); });
+route();
+if (online()) {
+  document.getElementById("live").hidden = false;
+  served.watch((chunks, pages) => {
+    chunks.forEach((list, run) => list.forEach((c) => INDEX.put(run, c.iteration, c.rows, c.error)));
+    pages.forEach((page, run) => { if (page) Object.assign(runs[run], page); });
+    if (!pages.some(Boolean) && !chunks.some((list) => list.length)) return;
+    if (shown.refresh) shown.refresh();
+    if (shown.rebuild && !document.querySelector("dialog")) {
+      const y = scrollY, open = [...main.querySelectorAll("details")].map((d) => d.open);
+      show_(shown.page, shown.page === "curves" ? curvesPage() : overview(), { rebuild: true });
+      main.querySelectorAll("details").forEach((d, i) => { d.open = Boolean(open[i]); });
+      scrollTo({ top: y, behavior: "instant" });
+    }
+  });
+}

@@ -1,120 +1,89 @@
-"""The HTML report of run directories: one file that needs no network, no server and no other file.
-
-Model output is hostile. It reaches the page as JSON in a script element that is never executed, with every `<`
-escaped; the page's own script puts it on screen as text, never as markup; and a content security policy lets nothing
-run but that script, known by its hash.
-"""
+"""The report: one HTML file with the curves of run directories and a chosen part of their trees."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
-import json
-import re
 from collections.abc import Sequence
-from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from attnrl.analysis.curves import POINTS, curves, headline
-from attnrl.analysis.figures import DRAWN, SECTIONS
-from attnrl.analysis.pages import fci_by_position, forest_pages
+from attnrl.analysis.curves import POINTS
+from attnrl.analysis.index import Entry, index_file, pick_entries, read_entry
+from attnrl.analysis.page import render, run_page, shell, write_whole
+from attnrl.analysis.pages import clip_page, forest_page, page_texts
+from attnrl.analysis.positions import fci_by_position
 from attnrl.analysis.records import RunRecord, distinct_names, read_run
 from attnrl.errors import ConfigError, MissingFileError
-from attnrl.version import __version__
 
-SCRIPTS = ("charts.js", "trees.js", "report.js")
-
-
-def build_report(run_dirs: Sequence[Path]) -> str:
-    """The report of one run, or of several to compare, as a self-contained HTML page."""
-    if not run_dirs:
-        raise MissingFileError("name at least one run directory")
-    paths = [Path(path) for path in run_dirs]
-    for path in paths:
-        if not path.is_dir():
-            raise MissingFileError(f"run directory {path} does not exist")
-    names = distinct_names(paths)
-    return render([read_run(path, name) for path, name in zip(paths, names, strict=True)])
+FORESTS = (12, 4)  # shown in one report, over all runs: of short responses, and of long ones
+TEXT_BUDGET = 450_000  # characters of model output in a report of that many
 
 
-def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
+def build_report(run_dirs: Sequence[Path], *, iterations: Sequence[int] = (), forests: int | None = None) -> str:
+    """The report of one run, or of several to compare, as a self-contained HTML page.
+
+    Its trees are the most telling ones of the first and the last iteration on record, or of `iterations`; `forests` of
+    them over all runs.
+    """
+    records = [read_run(path, name) for path, name in named_runs(run_dirs)]
+    limit = min(400, POINTS // len(records))
+    runs = [run_page(record, limit, fci_by_position(record.forest_files)) for record in records]
+    entries, pages = report_forests(records, iterations, forests)
+    payload = shell(runs, forests=entries, pages=pages)
+    return render("report", " · ".join(record.name for record in records), payload)
+
+
+def write_report(
+    run_dirs: Sequence[Path], output: Path, *, iterations: Sequence[int] = (), forests: int | None = None
+) -> Path:
     """The file the report was written to, whole or not at all."""
     if output.is_dir():
         raise ConfigError(f"--output {output} is a directory; name a file, for example {output / 'report.html'}")
-    page = build_report(run_dirs)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(f".{output.name}.tmp")
-    unfinished.write_text(page, "utf-8")
-    unfinished.replace(output)
-    return output
+    return write_whole(build_report(run_dirs, iterations=iterations, forests=forests), output)
 
 
-def render(records: Sequence[RunRecord]) -> str:
-    """The page of these records."""
-    style, script = _asset("report.css"), "\n".join(_asset(name) for name in SCRIPTS)
-    parts = {
-        "style": style,
-        "style_hash": source_hash(style),
-        "script": script,
-        "script_hash": source_hash(script),
-        "title": html.escape(" · ".join(record.name for record in records)),
-        "data": embedded(payload(records)),
-    }
-    # one pass, so that nothing inserted is ever searched for marks again
-    return re.sub(r"@(\w+)@", lambda mark: parts[mark.group(1)], _asset("report.html"))
+def named_runs(run_dirs: Sequence[Path]) -> list[tuple[Path, str]]:
+    """The run directories with names that tell them apart."""
+    paths = [Path(path) for path in run_dirs]
+    if not paths:
+        raise MissingFileError("name at least one run directory")
+    for path in paths:
+        if not path.is_dir():
+            raise MissingFileError(f"run directory {path} does not exist")
+    return list(zip(paths, distinct_names(paths), strict=True))
 
 
-def payload(records: Sequence[RunRecord]) -> dict[str, Any]:
-    """Everything the page shows, as plain values."""
-    limit = min(400, POINTS // len(records))
-    runs = [
-        {
-            "name": record.name,
-            "headline": headline(record),
-            **curves(record, limit),
-            "fci": fci_by_position(record.forest_files),
-            "forest_files": len(record.forest_files),
-            "config": record.config,
-            "environment": record.environment,
-        }
-        for record in records
-    ]
-    sections = [asdict(section) for section in SECTIONS]
-    return {
-        "version": __version__,
-        "runs": runs,
-        "sections": sections,
-        "drawn": sorted(DRAWN),
-        "forests": forest_pages(records),
-    }
+def report_forests(
+    records: Sequence[RunRecord], iterations: Sequence[int], forests: int | None
+) -> tuple[list[list[Any]], list[dict[str, Any]]]:
+    """The chosen forests as rows of the table and as pages, in the same order.
 
-
-def embedded(value: Any) -> str:
-    """The value as JSON that no HTML parser can mistake for markup.
-
-    >>> embedded("</script><!--")
-    '"\\\\u003c/script\\\\u003e\\\\u003c!--"'
+    Where responses are long and nobody asked for a number, fewer forests, so that what is left of each text after
+    clipping can still be read.
     """
-    text = json.dumps(finite(value), separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    pages: list[dict[str, Any]] = []
+    chosen: list[tuple[int, Entry]] = []
+    counts = FORESTS if forests is None else (forests,)
+    indexed = [[e for file in chosen_files(record, iterations) for e in index_file(file)] for record in records]
+    for count in counts:
+        share = max(2, count // len(records))
+        chosen = [(run, e) for run, entries in enumerate(indexed) for e in pick_entries(entries, share)]
+        pages = [forest_page(read_entry(entry), records[run]) for run, entry in chosen]
+        if sum(len(text) for page in pages for text in page_texts(page)) <= 2 * TEXT_BUDGET:
+            break
+    budget = TEXT_BUDGET * max(1, len(pages) // FORESTS[0]) // max(len(pages), 1)
+    return [[run, *entry.row()] for run, entry in chosen], [clip_page(page, budget) for page in pages]
 
 
-def finite(value: Any) -> Any:
-    """The value with None for every number JSON does not know."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and value - value != 0.0 else value
-
-
-def source_hash(source: str) -> str:
-    """The source's hash as a content security policy writes it."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
-
-
-def _asset(name: str) -> str:
-    return (resources.files("attnrl.analysis") / name).read_text("utf-8")
+def chosen_files(record: RunRecord, iterations: Sequence[int]) -> list[Path]:
+    """The forest files of these iterations; of the first and the last on record where none is named."""
+    files = record.forest_files
+    if not iterations:
+        return list(dict.fromkeys([files[0], files[-1]])) if files else []
+    by_iteration = {int(file.stem): file for file in files}
+    missing = [i for i in iterations if i not in by_iteration]
+    if missing:
+        raise ConfigError(
+            f"--iterations {missing[0]}: {record.name} has no forests of that iteration "
+            f"({len(files)} on record{f', {min(by_iteration)} to {max(by_iteration)}' if files else ''})"
+        )
+    return [by_iteration[i] for i in sorted(set(iterations))]

@@ -1,8 +1,8 @@
-// The tree viewer: a map of a forest, and one tree of it in words.
+// The inspector: a map of a forest, and one tree of it in words, each branch beside its trunk.
 
 const mark = (reward) => (reward > 0.5 ? "✓" : "✗");
 const verdict = (reward) => (reward > 0.5 ? "right" : "wrong");
-const signed = (value) => (value === null ? "–" : `${value > 0 ? "+" : value < 0 ? "−" : ""}${Math.abs(value).toFixed(3)}`);
+const signed = (value, places = 3) => (value === null ? "–" : `${value > 0 ? "+" : value < 0 ? "−" : ""}${Math.abs(value).toFixed(places)}`);
 const valueColour = (value) => `color-mix(in oklab, var(${value < 0.5 ? "--bad" : "--good"}) ${Math.round(200 * Math.abs(value - 0.5))}%, var(--half))`;
 const heat = (share) => `color-mix(in srgb, var(--heat) ${Math.round(6 + 94 * share)}%, var(--card))`;
 const short = (text, n) => (text.length > n ? `${text.slice(0, n - 1)}…` : text);
@@ -54,6 +54,7 @@ function forestMap(forest, chosen, choose) {
       group.append(hover(svg("rect", { x: sx(node.start), y: y + high - 8, width: Math.max(sx(node.stop) - sx(node.start) - 1, 1), height: 5, rx: 1.5, css: { fill: valueColour(node.value) } }),
         () => [line(`tree ${number + 1}, tokens ${node.start} to ${node.stop}`, "when"), line(`V ${node.value.toFixed(2)} · A ${signed(node.advantage)} · leaves below: ${node.leaves}`)]));
     end(group, tree, sx(tree.tokens), y + high / 2, `V ${tree.nodes[0].value.toFixed(2)}`);
+    if (!tree.branches.length) group.append(svg("text", { x: Math.min(sx(tree.tokens) + 24, width - 235), y: y + high / 2 + 4 }, `not branched: ${treeReasonName(tree.reason)}`));
     const pick = (branch) => () => choose(number, branch);
     put(group, { on: { click: pick(null), keydown: (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); choose(number, null); } } } }, []);
     root.append(group);
@@ -65,7 +66,7 @@ function forestMap(forest, chosen, choose) {
         svg("path", { d: `M${from} ${under}V${middle - 4}q0 4 4 4H${from + 12}`, fill: "none", "stroke-width": 1.4, css: { stroke: "var(--point)" } }),
         svg("rect", { x: from + 11, y: middle - 3.5, width: Math.max(to - from - 11, 2), height: 7, rx: 2, css: { fill: valueColour(branch.value), opacity: "0.85" } }));
       end(row, branch, to, middle, `A ${signed(branch.advantage)}`);
-      root.append(hover(row, () => [line(`tree ${number + 1}, branch ${n + 1} at token ${branch.point} · ${verdict(branch.reward)}${branch.answer ? ` (${short(branch.answer, 40)})` : ""}`, "when"), line(oneLine(branch.text), "clipped")]));
+      root.append(hover(row, () => [line(`tree ${number + 1}, branch ${n + 1} at token ${branch.point} · ${verdict(branch.reward)}${branch.answer ? ` (${short(branch.answer, 40)})` : ""}`, "when"), line(oneLine(branch.steps.join("")), "clipped")]));
       y += low;
     });
     for (const point of new Set(tree.branches.map((b) => b.point)))
@@ -80,28 +81,41 @@ function forestMap(forest, chosen, choose) {
     el("span", {}, "value V of a node, 0 to 1 ", el("i", { class: "ramp value" })),
     el("span", {}, el("b", { css: { color: "var(--point)" } }, "◆"), " branch point"),
     el("span", {}, el("b", { class: "right" }, "✓"), " right  ", el("b", { class: "wrong" }, "✗"), " wrong"),
-    el("span", {}, "Click a row to read it.")));
+    el("span", {}, "right: V of the whole tree, A of a branch"), el("span", {}, "Click a row to read it.")));
 }
 
-/** FCI of every step of a trunk as bars, the steps that were branched marked. */
-function stepScores(tree) {
-  if (!tree.steps.some((s) => s.fci)) return null; // not scored, or all steps nearer than Delta to the end
-  const root = svg("svg", { role: "img", "aria-label": "FCI of each step of the trunk" });
-  const branched = new Set(tree.branches.map((b) => stepOf(tree, b.point).step));
-  const top = Math.max(...tree.steps.map((s) => s.fci || 0)) || 1;
+const TREE_REASON_NAMES = { branched: "branched", filtered: "prompt filtered out", budget: "tree number used up", no_candidate: "no candidate step", rule: "rule found no place", no_rule: "the rule makes no branches", error: "errors" };
+const treeReasonName = (reason) => TREE_REASON_NAMES[kindOf(reason)] || kindOf(reason);
+const STEP_REASON_NAMES = { point: "◆ branch point", first: "first step", answer: "after </think>", near_end: "too near the end", low: "under the quantile", gap: "too near a point", later: "high, but later", unscored: "not scored", rule: "not chosen", not_branched: "" };
+
+/** What a step at this place gets on average in this run: the position null. */
+function placeMean(run, tree, step) {
+  const found = DATA.runs[run].fci;
+  if (!found || !tree.tokens) return null;
+  return found.fci[Math.min(Math.floor((found.fci.length * step.start) / tree.tokens), found.fci.length - 1)];
+}
+const against = (run, tree, step) => { const mean = placeMean(run, tree, step); return step.fci && mean ? `${digits(step.fci / mean, 2)}× its place` : null; };
+
+/** Bars by step: FCI with the position null beside it, or mean entropy. */
+function stepBars(tree, title, note, unit, value, mean) {
+  if (!tree.steps.some(value)) return null; // not scored, or all steps nearer than Delta to the end
+  const root = svg("svg", { role: "img", "aria-label": `${title} of each step of the trunk` });
+  const branched = new Set(tree.branches.map((b) => b.place));
+  const top = Math.max(...tree.steps.map((s) => Math.max(value(s) || 0, mean ? mean(s) || 0 : 0))) || 1;
   const draw = () => {
-    const plot = frame(root, [0.5, tree.steps.length + 0.5], [0, top * 1.18], "count", "number", "step");
+    const plot = frame(root, [0.5, tree.steps.length + 0.5], [0, top * 1.18], "count", "number", `step · vertical: ${unit}`);
     if (!plot) return;
     const wide = Math.min(((plot.box.right - plot.box.left) / tree.steps.length) * 0.76, 46);
     tree.steps.forEach((step, i) => {
-      const x = plot.sx(i + 1), y = plot.sy(step.fci || 0);
-      root.append(hover(svg("rect", { x: x - wide / 2, y, width: wide, height: Math.max(plot.box.bottom - y, 0.6), rx: Math.min(2, wide / 4), css: { fill: branched.has(i) ? "var(--point)" : "var(--heat)" } }),
-        () => [line(`step ${i + 1} · FCI ${step.fci === null ? "–" : digits(step.fci, 3)}${branched.has(i) ? " · branch point" : ""}`, "when"), line(oneLine(step.text), "clipped")]));
+      const x = plot.sx(i + 1), y = plot.sy(value(step) || 0);
+      root.append(hover(svg("rect", { x: x - wide / 2, y, width: wide, height: Math.max(plot.box.bottom - y, 0.6), rx: Math.min(2, wide / 4), css: { fill: branched.has(i) ? "var(--point)" : mean ? "var(--heat)" : "var(--half)" } }),
+        () => [line(`step ${i + 1} · ${unit} ${value(step) === null ? "–" : digits(value(step), 3)}${mean && mean(step) ? ` · at this place on average ${digits(mean(step), 3)}` : ""}`, "when"), line(reasonWords("step", step.reason), "when"), line(oneLine(step.text), "clipped")]));
       if (branched.has(i)) root.append(svg("text", { x, y: y - 4, "text-anchor": "middle", css: { fill: "var(--point)" } }, "◆"));
+      if (mean && mean(step)) root.append(svg("line", { x1: x - wide / 2 - 1, x2: x + wide / 2 + 1, y1: plot.sy(mean(step)), y2: plot.sy(mean(step)), "stroke-width": 2, css: { stroke: "var(--ink)" } }));
     });
   };
   new ResizeObserver(draw).observe(root);
-  return el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, "Step scores of this trunk"), el("span", { class: "note" }, "FCI by step; violet: branched")), root);
+  return el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, title), el("span", { class: "note" }, note)), root);
 }
 
 function ending(leaf) {
@@ -109,28 +123,44 @@ function ending(leaf) {
     leaf.answer !== null && leaf.answer !== "" ? el("span", {}, "answer ", el("code", {}, short(leaf.answer, 60))) : null,
     el("span", { class: "soft" }, `${leaf.tokens.toLocaleString("en")} tokens${leaf.finish === "length" ? ", cut off" : ""}`)];
 }
-function branchView(branch, number) {
-  return el("details", { class: "branch", "data-branch": number, css: { "--value": valueColour(branch.value) } },
+
+/** A branch step by step beside what the trunk says there; the first step that differs is marked. */
+function besideTrunk(tree, branch, number) {
+  const own = tree.steps.slice(branch.place).map((s) => s.text), differs = branch.differs === null ? Infinity : Math.min(branch.differs, branch.steps.length - 1);
+  const rows = Array.from({ length: Math.max(own.length, branch.steps.length) }, (_, i) => [
+    el("div", { class: `text ${i < differs ? "same" : ""}`, "data-of": "trunk" }, own[i] === undefined ? "" : trimmed(own[i])),
+    el("div", { class: `text ${i < differs ? "same" : i === differs ? "differs" : ""}`, "data-of": "branch" },
+      i === differs ? el("span", { class: "first" }, "≠ first difference") : null, branch.steps[i] === undefined ? "" : trimmed(branch.steps[i]))]);
+  return el("div", { class: "beside" }, el("h4", {}, `Trunk from step ${branch.place + 1} on`), el("h4", {}, `Branch ${number + 1}${differs === Infinity ? ": word for word the trunk" : ""}`), rows);
+}
+function branchView(tree, branch, number, link) {
+  const inside = el("div", {});
+  return el("details", { class: "branch", "data-branch": number, css: { "--value": valueColour(branch.value) }, on: { toggle: (e) => { if (e.target.open && !inside.firstChild) inside.append(besideTrunk(tree, branch, number)); } } },
     el("summary", {}, el("span", { class: "pieces num" }, el("b", {}, `Branch ${number + 1}`), ending(branch),
-      el("span", {}, `V ${branch.value.toFixed(2)}`), el("span", {}, `A ${signed(branch.advantage)}`),
-      el("span", { class: "soft" }, `policy ${branch.version}, rule ${branch.rule}`))),
-    el("div", { class: "text" }, trimmed(branch.text)));
+      el("span", { title: "value: its own reward" }, `V ${branch.value.toFixed(2)}`), el("span", { title: "advantage its tokens are trained with" }, `A ${signed(branch.advantage)}`),
+      el("span", { class: "soft" }, `policy ${branch.version}, rule ${branch.rule}`), el("a", { class: "anchor", href: link(number), "aria-label": `Link to branch ${number + 1}` }, "#"))),
+    inside);
 }
 function nodeView(node, number) {
   return el("li", {}, el("div", { class: "node num", css: { "--value": valueColour(node.value) } }, el("b", {}, `Segment ${number + 1}`),
     el("span", { class: "soft" }, `tokens ${node.start} to ${node.stop}`), el("span", {}, `leaves below: ${node.leaves}`),
     el("span", {}, `V ${node.value.toFixed(2)}`), el("span", {}, `A ${signed(node.advantage)}`)));
 }
+function changeView(node) {
+  const c = node.change, bounds = c.low === null ? "" : `, 95 % ${signed(c.low, 2)} to ${signed(c.high, 2)}`;
+  return el("span", { class: "change num", title: "V of all leaves below, before the point and after it on the trunk's side; the interval is Newcombe's, of a handful of leaves" },
+    `V before ${c.before.toFixed(2)} → after ${c.after.toFixed(2)} (redrawn ${c.redrawn.toFixed(2)}) · ΔV ${signed(c.delta, 2)}${bounds}`);
+}
 
 /** One tree in words: the trunk's steps in order, each branch point with the branches that leave there. */
-function treeView(tree) {
+function treeView(tree, run, link) {
   const top = Math.max(...tree.steps.map((s) => s.fci || 0), 1e-12);
   const list = el("ol", { class: "steps" });
   const fork = (node, i) => {
     const at = tree.branches.map((b, n) => [b, n]).filter(([b]) => b.point === node.start);
     const { step, inside } = stepOf(tree, node.start);
     const where = inside ? `${inside} tokens into step ${step + 1}, above` : `before step ${step + 1}`;
-    list.append(el("li", {}, el("div", { class: "fork" }, el("p", {}, `◆ Branch point at token ${node.start}: ${where}`), at.map(([b, n]) => branchView(b, n)))));
+    list.append(el("li", {}, el("div", { class: "fork" }, el("p", {}, `◆ Branch point at token ${node.start}: ${where}`), node.change ? changeView(node) : null, at.map(([b, n]) => branchView(tree, b, n, link)))));
     list.append(nodeView(node, i));
   };
   list.append(nodeView(tree.nodes[0], 0));
@@ -138,9 +168,11 @@ function treeView(tree) {
   const points = new Set(tree.nodes.slice(1).map((n) => stepOf(tree, n.start).step));
   tree.steps.forEach((step, i) => {
     while (next < tree.nodes.length && tree.nodes[next].start <= step.start) fork(tree.nodes[next], next++);
-    list.append(el("li", {}, el("div", { class: `step ${points.has(i) ? "branchy" : ""}` },
-      el("div", { class: "gauge", css: { "--shade": step.fci === null ? "var(--card)" : `color-mix(in srgb, var(--heat) ${Math.round((55 * step.fci) / top)}%, var(--card))` } },
-        el("b", {}, `Step ${i + 1}`), step.fci === null ? null : el("span", {}, `FCI ${digits(step.fci, 3)}`)),
+    const name = STEP_REASON_NAMES[kindOf(step.reason)], near = against(run, tree, step);
+    list.append(el("li", {}, el("div", { class: `step ${points.has(i) ? "branchy" : ""}`, "data-step": i },
+      el("div", { class: "gauge", title: reasonWords("step", step.reason), css: { "--shade": step.fci === null ? "var(--card)" : `color-mix(in srgb, var(--heat) ${Math.round((55 * step.fci) / top)}%, var(--card))` } },
+        el("b", {}, `Step ${i + 1}`), step.fci === null ? null : el("span", {}, `FCI ${digits(step.fci, 3)}`), near ? el("span", {}, near) : null,
+        step.entropy === null ? null : el("span", {}, `entropy ${digits(step.entropy, 2)}`), name ? el("span", { class: "reason" }, name) : null),
       el("div", { class: "text" }, trimmed(step.text)))));
     while (next < tree.nodes.length && tree.nodes[next].start < step.stop) fork(tree.nodes[next], next++);
   });
@@ -148,51 +180,60 @@ function treeView(tree) {
   return list;
 }
 
-function forestView(forest) {
-  let chosen = tellingTree(forest);
+const WORDS = [
+  ["V", "value of a node: mean reward of the leaves below it (Eq. 2)"], ["A", "advantage every token of the node is trained with (Eq. 3 for the tree estimator)"],
+  ["ΔV", "how the value changes where the trunk goes on as it did instead of being drawn anew; its interval is wide, since a point has few leaves"],
+  ["FCI", "forward context influence of a step: how strongly later text attends to it (Eq. 6)"],
+  ["× its place", "FCI against what steps at that place of the response get on average in this run: early steps get more, whatever they say"],
+  ["entropy", "of the next-token distribution, mean over the step's tokens, nats"],
+];
+const definitions = () => el("details", { class: "words" }, el("summary", {}, "What the numbers mean"), el("dl", { class: "definition" }, WORDS.map(([k, v]) => [el("dt", {}, k), el("dd", {}, v)])));
+
+function ready(forest) {
+  for (const tree of forest.trees)
+    tree.steps = tree.steps.map(([start, fci, text, entropy, reason], i, all) => ({ start, fci, text, entropy, reason, stop: i + 1 < all.length ? all[i + 1][0] : tree.tokens }));
+  return forest;
+}
+
+/** The inspector of one forest. `at`: {run, iteration, number}; answers {node, keys} with the keys it understands. */
+function forestView(forest, at, first, firstBranch) {
+  let chosen = first !== null && first < forest.trees.length ? first : tellingTree(forest);
   const map = el("div", { class: "part" }), tree = el("div", { class: "part" });
+  const link = (branch) => forestLink(at, chosen, branch);
+  const allBranches = () => { const folded = [...tree.querySelectorAll("details.branch")], open = folded.some((d) => !d.open); folded.forEach((d) => { d.open = open; }); };
   const draw = (focus) => {
     map.replaceChildren(forestMap(forest, chosen, choose));
     const current = forest.trees[chosen];
     const tabs = el("div", { class: "tabs", role: "tablist", "aria-label": "Trees of this forest" }, forest.trees.map((t, i) =>
       el("button", { type: "button", role: "tab", "aria-selected": String(i === chosen), tabindex: i === chosen ? 0 : -1, on: { click: () => choose(i, null, true), keydown: (e) => {
         const by = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
-        if (by) { e.preventDefault(); choose((i + by + forest.trees.length) % forest.trees.length, null, true); }
+        if (by) { e.preventDefault(); e.stopPropagation(); choose((i + by + forest.trees.length) % forest.trees.length, null, true); }
       } } }, `Tree ${i + 1} `, el("span", { class: verdict(t.reward) }, mark(t.reward)), t.branches.length ? ` + ${t.branches.length}` : "")));
-    const all = el("button", { type: "button", class: "plain", on: { click: () => {
-      const folded = [...tree.querySelectorAll("details.branch")], open = folded.some((d) => !d.open);
-      folded.forEach((d) => { d.open = open; });
-    } } }, "Open or close all branches");
-    tree.replaceChildren(tabs, stepScores(current) || "", current.branches.length ? all : el("p", { class: "soft" }, "This trunk was not branched: a tree of one leaf."), treeView(current));
+    const bars = [stepBars(current, "FCI by step", "black: what a step at that place gets on average; violet: branched", "FCI", (s) => s.fci, (s) => placeMean(at.run, current, s)),
+      stepBars(current, "Entropy by step", "mean over the step's tokens; violet: branched", "nats", (s) => s.entropy, null)];
+    tree.replaceChildren(tabs, el("div", { class: "grid wide" }, bars.filter(Boolean)),
+      el("p", { class: "soft treewhy" }, current.branches.length ? `This trunk was branched ${current.branches.length} times.` : `This trunk was not branched: ${reasonWords("tree", current.reason)}.`, forest.recorded ? "" : " (derived, not on record)"),
+      current.branches.length ? el("button", { type: "button", class: "plain", on: { click: allBranches } }, "Open or close all branches (b)") : "", treeView(current, at.run, link));
     if (focus) tabs.children[chosen].focus({ preventScroll: true });
   };
-  const choose = (number, branch, focus) => {
+  const choose = (number, branch, focus, quiet) => {
     chosen = number;
     draw(focus);
+    if (!quiet) history.replaceState(null, "", forestLink(at, number, branch));
     if (focus) return;
     const target = branch === null ? tree : tree.querySelector(`[data-branch="${branch}"]`);
     if (branch !== null && target) target.open = true;
     (target || tree).scrollIntoView({ block: branch === null ? "start" : "center" });
   };
   draw();
+  if (first !== null && firstBranch !== null) setTimeout(() => choose(chosen, firstBranch, false, true));
   const of = forest.own_estimator ? `A: ${forest.estimator} estimator` : "A: Eq. 3 (the run's own estimator is not part of attnrl)";
-  return el("div", { class: "card forest" },
+  const node = el("div", { class: "card forest" },
     el("div", { class: "part" }, el("p", { class: "label" }, "Prompt"), el("p", { class: "problem" }, forest.problem || "(the problem's words are not on record)"),
       el("div", { class: "pills" }, el("span", { class: "pill" }, `reference: ${forest.answers.map((a) => short(a, 80)).join(" or ")}`),
-        el("span", { class: "pill" }, `V(root) ${forest.root.toFixed(3)}`), el("span", { class: "pill" }, `${forest.trees.length} trees, ${forest.leaves} leaves`), el("span", { class: "pill" }, of))),
+        el("span", { class: "pill" }, `V(root) ${forest.root.toFixed(3)}`), el("span", { class: "pill" }, `${forest.trees.length} trees, ${forest.leaves} leaves`), el("span", { class: "pill" }, of),
+        el("span", { class: "pill whypill" }, `${reasonName(kindOf(forest.reason))}: ${reasonWords("prompt", forest.reason)}`)), definitions()),
     map, tree);
-}
-
-function viewer(forests, runs) {
-  for (const tree of forests.flatMap((f) => f.trees))
-    tree.steps = tree.steps.map(([start, fci, text], i, all) => ({ start, fci, text, stop: i + 1 < all.length ? all[i + 1][0] : tree.tokens }));
-  const last = Math.max(...forests.filter((f) => f.run === forests[0].run).map((f) => f.iteration));
-  let current = forests.findIndex((f) => f.run === forests[0].run && f.iteration === last);
-  const place = el("div", {});
-  const select = el("select", { "aria-label": "Forest", on: { change: (e) => go(Number(e.target.value)) } }, forests.map((f, i) =>
-    el("option", { value: i }, `${runs.length > 1 ? `${runs[f.run].name}, ` : ""}iteration ${f.iteration}: ${short(oneLine(f.problem || f.uid), 64)} (V ${f.root.toFixed(2)})`)));
-  const go = (i) => { current = (i + forests.length) % forests.length; select.value = current; place.replaceChildren(forestView(forests[current])); };
-  go(current);
-  const step = (by, text) => el("button", { type: "button", class: "plain", on: { click: () => go(current + by) } }, text);
-  return el("div", {}, el("div", { class: "picker" }, step(-1, "← Previous"), select, step(1, "Next →")), place);
+  const by = (n) => choose((chosen + n + forest.trees.length) % forest.trees.length, null, true);
+  return { node, keys: { "[": () => by(-1), "]": () => by(1), b: allBranches } };
 }

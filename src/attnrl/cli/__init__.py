@@ -22,7 +22,10 @@ COMMANDS = {
     "warmup": "supervised warm-up of a small model on made-up task solutions",
     "data": "report on data files: duplicates, conflicts, benchmark problems",
     "tasks": "write made-up reasoning tasks to a file",
+    "view": "look at runs in the browser, live: curves, every tree, reasons",
     "report": "write the HTML report of a run directory",
+    "compare": "compare runs at an equal budget: methods over seeds, with intervals",
+    "figures": "write the figures of the paper from runs of yours",
     "config": "print the resolved config of a preset",
     "presets": "list the presets",
 }

@@ -1,0 +1,206 @@
+"""Runs compared at an equal budget: methods over seeds, paired by seed, with bootstrap intervals."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import numpy as np
+
+from attnrl.analysis.curves import axes, benchmarks
+from attnrl.analysis.intervals import bootstrap
+from attnrl.analysis.records import RunRecord
+from attnrl.errors import DataError
+
+Axis = Literal["iterations", "updates", "tokens", "seconds"]
+SEED_KEYS = (("run", "seed"), ("data", "tasks", "seed"))
+IGNORED = ("about",)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Method:
+    """The runs of one config, which differ in their seed alone."""
+
+    name: str
+    runs: tuple[RunRecord, ...]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(int(run.setting("run.seed", 0)) for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """One run up to a budget. Accuracy is the mean over benchmarks; what cannot be said is not a number."""
+
+    seed: int
+    first: float
+    final: float
+    best: float
+    area: float  # mean height of the accuracy curve over the budget
+    to_target_tokens: float
+    to_target_seconds: float
+    iterations: float
+    seconds: float
+    valid_tokens: float
+    by_benchmark: dict[str, float]  # final accuracy
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over seeds and its 95 % interval; the interval is not a number for one seed."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+
+def group_methods(records: Sequence[RunRecord]) -> list[Method]:
+    """The runs by method: those whose configs are the same but for the seed, in order of their first run."""
+    groups: dict[str, list[RunRecord]] = {}
+    for record in records:
+        groups.setdefault(_identity(record.config), []).append(record)
+    for runs in groups.values():
+        seeds = [run.setting("run.seed", 0) for run in runs]
+        if len(set(seeds)) < len(seeds):
+            twice = next(run.name for i, run in enumerate(runs) if seeds[i] in seeds[:i])
+            raise DataError(f"{twice}: the same config and seed as another run; name each run once")
+    plain = [_plain_name(runs) for runs in groups.values()]
+    names = [
+        name if plain.count(name) == 1 else runs[0].name for name, runs in zip(plain, groups.values(), strict=True)
+    ]
+    return [Method(name, tuple(runs)) for name, runs in zip(names, groups.values(), strict=True)]
+
+
+def _identity(config: dict[str, Any]) -> str:
+    stripped = copy.deepcopy(config)
+    for key in IGNORED:
+        stripped.pop(key, None)
+    for *path, last in SEED_KEYS:
+        section: Any = stripped
+        for key in path:
+            section = section.get(key, {}) if isinstance(section, dict) else {}
+        if isinstance(section, dict):
+            section.pop(last, None)
+    return json.dumps(stripped, sort_keys=True)
+
+
+def _plain_name(runs: Sequence[RunRecord]) -> str:
+    """The preset, or what the run directories' names share without a seed at the end."""
+    presets = {run.preset for run in runs}
+    if len(presets) == 1 and (preset := presets.pop()):
+        return preset
+    return re.sub(r"[-_.]?(s|seed)?[-_]?\d+$", "", runs[0].name) or runs[0].name
+
+
+def positions(record: RunRecord, axis: Axis) -> list[float]:
+    """Where each logged row stands on an axis."""
+    found = axes(record.metrics)
+    if axis == "updates":
+        return list(accumulate(float(row.get("policy/updates", 0.0)) for row in record.metrics))
+    return found["iteration" if axis == "iterations" else axis]
+
+
+def common_budget(records: Sequence[RunRecord], axis: Axis) -> float:
+    """The furthest every run has come."""
+    return min(positions(record, axis)[-1] for record in records)
+
+
+def numbers(record: RunRecord, axis: Axis, budget: float, target: float) -> Numbers:
+    """One run up to the budget: the last evaluation within it is the final one."""
+    x = positions(record, axis)
+    names = [name for name in benchmarks(record) if name != "average"]
+    rows = [i for i, row in enumerate(record.metrics) if any(f"eval/{name}/pass@1" in row for name in names)]
+    within = [i for i in rows if x[i] <= budget * (1 + 1e-9)]
+    if not within:
+        raise DataError(f"{record.name}: no evaluation within {budget:g} {axis}; evaluation.every was 0, or too large")
+
+    def accuracy(i: int) -> float:
+        found = [record.metrics[i][key] for name in names if (key := f"eval/{name}/pass@1") in record.metrics[i]]
+        return float(np.mean(found))
+
+    heights = [accuracy(i) for i in within]
+    reached = next((i for i, height in zip(within, heights, strict=True) if height >= target), None)
+    at = axes(record.metrics)
+    last = max(i for i in range(len(x)) if x[i] <= budget * (1 + 1e-9))
+    final = record.metrics[within[-1]]
+    return Numbers(
+        seed=int(record.setting("run.seed", 0)),
+        first=heights[0],
+        final=heights[-1],
+        best=max(heights),
+        area=_area([x[i] for i in within], heights),
+        to_target_tokens=math.nan if reached is None else at["tokens"][reached],
+        to_target_seconds=math.nan if reached is None else at["seconds"][reached],
+        iterations=at["iteration"][last],
+        seconds=at["seconds"][last],
+        valid_tokens=float(sum(row.get("train/valid_tokens", 0.0) for row in record.metrics[: last + 1])),
+        by_benchmark={name: final[f"eval/{name}/pass@1"] for name in names if f"eval/{name}/pass@1" in final},
+    )
+
+
+def _area(x: Sequence[float], heights: Sequence[float]) -> float:
+    """Mean height under the straight lines between the points.
+
+    >>> _area([0, 1, 3], [0.0, 1.0, 1.0])
+    0.8333333333333334
+    """
+    if len(x) < 2 or x[-1] == x[0]:
+        return heights[-1]
+    steps = zip(x, x[1:], heights, heights[1:], strict=False)
+    return sum((b - a) * (p + q) / 2 for a, b, p, q in steps) / (x[-1] - x[0])
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean over seeds with its bootstrap interval.
+
+    >>> estimate([0.5]).mean, math.isnan(estimate([0.5]).low)
+    (0.5, True)
+    """
+    if any(math.isnan(v) for v in values) or not values:
+        return Estimate(math.nan, math.nan, math.nan, len(values))
+    low, high = bootstrap(values) if len(values) > 1 else (math.nan, math.nan)
+    return Estimate(float(np.mean(values)), low, high, len(values))
+
+
+def paired(a: Sequence[Numbers], b: Sequence[Numbers]) -> Estimate:
+    """The difference of final accuracy b - a over the seeds both have, resampled in pairs."""
+    before, after = {n.seed: n.final for n in a}, {n.seed: n.final for n in b}
+    return estimate([after[seed] - before[seed] for seed in before if seed in after])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """Methods at one budget, each with the numbers of its runs."""
+
+    axis: Axis
+    budget: float
+    target: float
+    methods: tuple[Method, ...]
+    numbers: tuple[tuple[Numbers, ...], ...]
+    baseline: int  # which method the differences are against
+
+
+def compare_runs(
+    records: Sequence[RunRecord], *, axis: Axis = "iterations", target: float | None = None, baseline: str | None = None
+) -> Comparison:
+    """The comparison of these runs at the budget all of them reached.
+
+    The target is by default the worst final accuracy of a method: every method reaches it.
+    """
+    methods = group_methods(records)
+    names = [method.name for method in methods]
+    if baseline is not None and baseline not in names:
+        raise DataError(f"--baseline {baseline}: the methods are {', '.join(names)}")
+    budget = common_budget(records, axis)
+    first = [[numbers(run, axis, budget, math.inf) for run in method.runs] for method in methods]
+    goal = min(float(np.mean([n.final for n in rows])) for rows in first) if target is None else target
+    found = tuple(tuple(numbers(run, axis, budget, goal) for run in method.runs) for method in methods)
+    return Comparison(axis, budget, goal, tuple(methods), found, names.index(baseline) if baseline else 0)

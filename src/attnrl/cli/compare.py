@@ -1,0 +1,58 @@
+"""attnrl compare RUN_DIR ... [--at AXIS] [--baseline METHOD] [--format latex]
+
+Compares runs at an equal budget. Runs whose configs are the same but for the
+seed are one method; numbers are means over its seeds, differences are paired by
+seed, intervals come from a bootstrap over seeds (none for one seed). Prints
+tables in the form of the paper's Tables 1 to 3: accuracy by benchmark, cost,
+and final and best accuracy, area under the curve, tokens and time to a target.
+
+Examples:
+  attnrl compare runs/grpo_s* runs/attnrl_s*
+  attnrl compare runs/* --at tokens --baseline grpo --target 0.8
+  attnrl compare runs/* --format latex --output tables.tex
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from attnrl.analysis.comparison import Axis, compare_runs
+from attnrl.analysis.records import read_run
+from attnrl.analysis.report import named_runs
+from attnrl.analysis.tables import tables
+from attnrl.cli.flags import read_flags, unset
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The flags of `attnrl compare`."""
+
+    run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional, unset("RUN_DIR ...")]
+    """Run directories of `attnrl train` with held-out evaluations."""
+    at: Axis = "iterations"
+    """What is equal: the least any run has reached of it is the budget of all."""
+    target: Annotated[float | None, unset("SHARE")] = None
+    """Accuracy, from 0 to 1, whose cost is asked for; by default the worst final one of a method."""
+    baseline: Annotated[str | None, unset("METHOD")] = None
+    """The method that differences are against; by default the first."""
+    format: Literal["markdown", "latex"] = "markdown"
+    """Of the tables."""
+    output: Annotated[Path | None, unset("FILE")] = None
+    """Where to write them; by default the terminal."""
+
+
+def main(argv: list[str]) -> int:
+    options = read_flags(Options, argv, str(__doc__))
+    records = [read_run(path, name) for path, name in named_runs(options.run_dirs)]
+    found = compare_runs(records, axis=options.at, target=options.target, baseline=options.baseline)
+    text = tables(found, options.format)
+    if options.output is None:
+        print(text)
+    else:
+        options.output.write_text(text)
+        print(options.output)
+    return 0

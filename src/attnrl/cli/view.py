@@ -1,0 +1,48 @@
+"""attnrl view RUN_DIR ... [--port N]
+
+A page over run directories in your browser, live while they train: curves that
+grow, a table of every recorded forest (sort, filter, search), and an inspector
+of trees that says why each was branched or not. Click a point of a curve to see
+the trees of its iteration. It reads and never writes, and only this machine can
+reach it; from afar, forward the port: ssh -L 8765:localhost:8765 HOST.
+
+`attnrl report` writes the same page as one file, with a part of the trees.
+
+Examples:
+  attnrl view runs/a
+  attnrl view runs/a runs/b --port 9000
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from attnrl.analysis.view import open_view
+from attnrl.cli.flags import read_flags, unset
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The flags of `attnrl view`."""
+
+    run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional, unset("RUN_DIR ...")]
+    """Run directories of `attnrl train`, finished or still going."""
+    port: int = 8765
+    """On the loopback interface; 0 takes any free one."""
+
+
+def main(argv: list[str]) -> int:
+    options = read_flags(Options, argv, str(__doc__))
+    view = open_view(options.run_dirs, options.port)
+    view.start()
+    print(f"{view.url}   (Ctrl-C ends it)", flush=True)
+    try:
+        threading.Event().wait()
+    finally:
+        view.close()
+    return 0
