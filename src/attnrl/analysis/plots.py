@@ -1,7 +1,7 @@
 """The paper's figures from run directories, as SVG, PDF and PNG; matplotlib, behind the extra `report`.
 
-One colour a method, told apart by dashes as well; a line is the mean over seeds, a band their range. Figures are numbered
-as in the paper: 4 FCI of problems, 5 pipeline, 6 branching, 7 sampling, 8 dynamics, 9 test curves.
+One colour a method, told apart by dashes as well; a line is the mean over seeds, a band their range. Figures are
+numbered as in the paper: 4 FCI of problems, 5 pipeline, 6 branching, 7 sampling, 8 dynamics, 9 test curves.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ class ReportFlags(Section):
     """run directories of `attnrl train`; each becomes one colour."""
     output: Path | None = None
     """Where to write; by default report.html, in the run directory for one run, here for several."""
-    iterations: Annotated[tuple[int, ...], unset("N ...")] = ()
+    iterations: tuple[int, ...] = ()
     """Iterations whose trees to show; by default the first and the last on record."""
-    forests: Annotated[int | None, unset("N")] = None
+    forests: int | None = None
     """How many forests to show, over all runs; by default 12, or 4 where responses are long."""
 
 

@@ -222,11 +222,11 @@ class Warmup:
                         break
 
                 def told(tokens: int, share: float = share) -> None:
-                    def metrics() -> dict[str, float]:
+                    def known() -> dict[str, float]:
                         loss = {"warmup/loss": losses[-1].item()} if losses else {}
                         return {**loss, "warmup/tokens": float(self.tokens + tokens)}
 
-                    tell(share, metrics, known=2 if losses else 1)
+                    tell(share, known, known=2 if losses else 1)
 
                 losses.append(self.update(batch, options.learning_rate(share, self.updates), told))
                 told(0)
