@@ -9,7 +9,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from math import ceil
 from typing import Any, Protocol
@@ -157,6 +157,7 @@ class InLoop:
         """The event loop; started with the first batch, and anew in a forked child."""
         if self.loop is None or self.owner != os.getpid():
             self.loop, self.owner = asyncio.new_event_loop(), os.getpid()
+            self.loop.set_default_executor(ThreadPoolExecutor(self.concurrency))  # of asyncio.to_thread
             threading.Thread(target=_serve, args=(self.loop,), daemon=True, name=f"attnrl-reward-{self.label}").start()
         return self.loop
 
