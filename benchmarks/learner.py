@@ -22,7 +22,8 @@ import torch
 from attnrl.config import TaskConfig, UpdateConfig
 from attnrl.local.examples import make_batch, make_examples
 from attnrl.local.learner import Learner
-from attnrl.local.warmup import Shape, Warmup, WarmupOptions, prepare_warmup
+from attnrl.local.shape import Shape
+from attnrl.local.warmup import Warmup, WarmupOptions, prepare_warmup
 from attnrl.types import Sample, as_floats, as_ids
 
 
@@ -70,13 +71,13 @@ def wait(device: torch.device) -> float:
 
 def update_speed(run: Warmup, count: int = 20) -> float:
     """Tokens per second of supervised updates on batches that are ready: the device alone, no data workers."""
-    made = [make_batch(run.recipe, i) for i in range(4)]
+    made = [make_batch(run.source, i) for i in range(4)]
     for batch in made[:3]:
         run.update(batch, 1e-4)
     begin = wait(run.model.device)
     for i in range(count):
         run.update(made[i % 4], 1e-4)
-    return count * run.recipe.tokens / (wait(run.model.device) - begin)
+    return count * run.source.tokens / (wait(run.model.device) - begin)
 
 
 def sample(prompt: np.ndarray, response: np.ndarray, uid: str, rng: np.random.Generator) -> Sample:
@@ -86,7 +87,7 @@ def sample(prompt: np.ndarray, response: np.ndarray, uid: str, rng: np.random.Ge
 
 def forests(run: Warmup, prompts: int, rng: np.random.Generator) -> list[Sample]:
     rows, vocabulary = [], len(run.tokenizer)
-    for e in make_examples(run.recipe, "test", 0, prompts):
+    for e in make_examples(run.source, "test", 0, prompts):
         n = len(e.solution)
         for _ in range(6):
             trunk = rng.integers(4, vocabulary, n)
@@ -99,7 +100,7 @@ def forests(run: Warmup, prompts: int, rng: np.random.Generator) -> list[Sample]
 
 
 def groups(run: Warmup, prompts: int, rng: np.random.Generator) -> list[Sample]:
-    examples = make_examples(run.recipe, "test", 0, prompts)
+    examples = make_examples(run.source, "test", 0, prompts)
     return [
         sample(e.prompt, rng.integers(4, len(run.tokenizer), len(e.solution)), e.task.key, rng)
         for e in examples

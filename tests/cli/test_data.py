@@ -30,7 +30,7 @@ def files(tmp_path):
 def test_report_and_clean_file(files, capsys):
     train, held_out, folder = files
     assert (
-        main([str(train), "--against", str(held_out), "--json", f"{folder}/r.json", "--clean", f"{folder}/c.jsonl"])
+        main([str(train), "--against", str(held_out), "--json-file", f"{folder}/r.json", "--clean", f"{folder}/c.jsonl"])
         == 0
     )
     shown = capsys.readouterr().out
@@ -54,5 +54,5 @@ def test_report_and_clean_file(files, capsys):
 
 
 def test_no_file_is_a_mistake():
-    with pytest.raises(ConfigError, match="name at least one file"):
+    with pytest.raises(ConfigError, match="at least one file"):
         main([])

@@ -357,7 +357,7 @@ def test_asking_for_more_problems_than_there_are_is_refused() -> None:
 def test_the_command_writes_the_tasks(tmp_path, capsys) -> None:
     file = tmp_path / "tasks.jsonl"
     code = cli.run(
-        ["tasks", "--output", str(file), "--split", "test", "--count", "7", "--seed", "3", "--operations", "2", "4"]
+        ["tasks", "--output", str(file), "--split", "test", "--count", "7", "--seed", "3", "--operations", "2,4"]
     )
     assert code == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]

@@ -32,11 +32,11 @@ def model(tmp_path_factory) -> str:
 
 def test_a_model_is_evaluated_on_tasks_and_files(model, tmp_path, capsys) -> None:
     file = tmp_path / "held_out.jsonl"
-    spec = ["--operations", "2", "3", "--modulus", "11"]
+    spec = ["--operations", "2,3", "--modulus", "11"]
     assert cli.run(["tasks", "--output", str(file), "--split", "test", "--count", "3", *spec]) == 0
-    argv = ["eval", "--model", model, "--benchmarks", f"tasks,{file}", "--samples", "2", "--k", "1", "2"]
+    argv = ["eval", "--model", model, "--benchmarks", f"tasks,{file}", "--samples", "2", "--k", "1,2"]
     argv += ["--max-tokens", "12", "--temperature", "1", "--top-p", "1", "--task-count", "4", "--template", "{problem}"]
-    argv += ["--tasks.operations", "2", "3", "--tasks.modulus", "11", "--device", "cpu"]
+    argv += ["--data.tasks.operations", "2,3", "--data.tasks.modulus", "11", "--device", "cpu"]
     assert cli.run([*argv, "--output", str(tmp_path / "one"), "--chunk", "3"]) == 0
     assert cli.run([*argv, "--output", str(tmp_path / "two"), "--chunk", "100", "--rows", "2"]) == 0
     lines = (tmp_path / "one" / "responses.jsonl").read_text()
@@ -54,6 +54,6 @@ def test_a_template_the_tokenizer_cannot_read_is_refused(model, tmp_path, capsys
     file = tmp_path / "held_out.jsonl"
     assert cli.run(["tasks", "--output", str(file), "--count", "3", "--modulus", "11"]) == 0
     assert cli.run(["eval", "--model", model, "--benchmarks", str(file), "--output", str(tmp_path / "out")]) == 2
-    assert "--template '{problem}'" in capsys.readouterr().err
+    assert "--data.template '{problem}'" in capsys.readouterr().err
     assert cli.run(["eval", "--model", model, "--benchmarks", "tasks", "--output", str(tmp_path / "out")]) == 2
     assert "tasks of its own settings" in capsys.readouterr().err  # modulo 23

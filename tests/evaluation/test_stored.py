@@ -106,7 +106,7 @@ def test_the_command_grades_compares_and_regrades_its_own_output(tmp_path, capsy
     assert "62.5 [" in capsys.readouterr().out
     rows = pq.read_table(tmp_path / "a" / "problems.parquet").to_pylist()
     assert [row["right"] for row in rows] == [0, 0, 0, 1, 1, 1, 1, 1]
-    code = cli.run(["eval", "--compare", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "c")])
+    code = cli.run(["eval", "--compare", f"{tmp_path}/a,{tmp_path}/b", "--output", str(tmp_path / "c")])
     assert code == 0
     assert "+25.0 [" in capsys.readouterr().out
     (comparison,) = json.loads((tmp_path / "c" / "comparison.json").read_text())["comparisons"]
@@ -118,11 +118,11 @@ def test_the_command_explains_mistakes(tmp_path, capsys) -> None:
     for argv, message in (
         ([], "exactly one of --model, --responses and --compare"),
         (["--responses", str(tmp_path / "no.jsonl")], "no such file"),
-        (["--responses", file, "--k", "1", "8"], "pass@8 cannot be estimated: benchmark r has a problem with only 1"),
+        (["--responses", file, "--k", "1,8"], "pass@8 cannot be estimated: benchmark r has a problem with only 1"),
         (["--model", "m"], "--output DIR is needed"),
-        (["--model", "m", "--output", "o", "--samples", "4", "--k", "8"], "raise samples to at least 8"),
-        (["--model", "m", "--output", "o", "--benchmarks", "aime27"], "no file of that name"),
-        (["--model", "m", "--output", "o", "--benchmarks", "tasks,tasks"], "a name occurs twice"),
+        (["--model", "demo", "--output", "o", "--samples", "4", "--k", "8"], "raise samples to at least 8"),
+        (["--model", "demo", "--output", "o", "--benchmarks", "aime27"], "no benchmark of that name"),
+        (["--model", "demo", "--output", "o", "--benchmarks", "tasks,tasks"], "occurs twice"),
     ):
         assert cli.run(["eval", *argv]) == 2
         assert message in " ".join(capsys.readouterr().err.split())

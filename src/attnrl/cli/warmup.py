@@ -26,7 +26,8 @@ from attnrl.config import Section, TaskConfig, load_config
 from attnrl.errors import ConfigError
 from attnrl.launch.models import model_path
 from attnrl.local.pairs import PairFile, Pairs
-from attnrl.local.warmup import Shape, Warmup, WarmupOptions, prepare_warmup
+from attnrl.local.shape import Shape
+from attnrl.local.warmup import Warmup, WarmupOptions, prepare_warmup
 
 SHORT = {"device": "engine.local.device", "dtype": "model.dtype"}
 

@@ -95,8 +95,9 @@ def settings_of(model: str, overrides: Mapping[str, Any] | None = None) -> tuple
         return "preset demo", load_config("demo", overrides)
     if (run / "checkpoints").is_dir() and (file := run / "config.json").is_file():
         return str(file), load_config(str(file), overrides)
-    if (file := path / "warmup.json").is_file():
-        made = json.loads(file.read_text("utf-8"))
+    file = path / "warmup.json"
+    made = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    if "task" in made:  # not warmed up on rows of one's own
         tasks = {f"data.tasks.{key}": value for key, value in made["task"].items()}
         known = {
             "data.template": "{problem}",

@@ -84,7 +84,7 @@ def load_pairs(origin: PairFile, tokenizer: Any, *, tokens: int, seed: int = 0) 
     names = sorted({name for name, _ in kept})
     if len(names) < 2:
         raise DataError(
-            f"{origin.file}: {len(names)} different prompts of at most {tokens} tokens with their response, and at "
+            f"{origin.file}: {len(names)} different prompts of at most {tokens} tokens with their response, where at "
             f"least 2 are needed, one of them held out; {len(left_out)} rows are longer: raise --batch-tokens"
         )
     test = set(names[: -(-len(names) // HELD_OUT)])

@@ -27,7 +27,6 @@ from attnrl.local.models import (
     load_model,
     pick_device,
     pick_dtype,
-    prepare_model,
     quiet,
     stop_token_ids,
 )
@@ -35,6 +34,7 @@ from attnrl.local.optimizer import MasterAdamW
 from attnrl.local.packing import Pack
 from attnrl.local.pairs import PairFile, final_answer, load_pairs
 from attnrl.local.sampler import Sampler
+from attnrl.local.shape import Shape, new_model
 from attnrl.types import Request, Sampling
 
 MARK = "\u241f"  # stands for the problem while the chat template is taken apart
@@ -42,35 +42,6 @@ MARK = "\u241f"  # stands for the problem while the chat template is taken apart
 # every forward and backward pass, but for checks at most once a second.
 Observer = Callable[[float, dict[str, float]], None]
 BATCH_TOKENS, MICROBATCH_TOKENS = {"cuda": 32_768, "cpu": 4096}, {"cuda": None, "cpu": 1024}
-
-
-class Shape(Section):
-    """The architecture of a new model."""
-
-    family: Literal["qwen3", "llama", "qwen2"] = "qwen3"
-    """Model family. qwen2 needs our own tokenizer loading: AutoTokenizer replaces the splitting rules of that type."""
-    layers: int = 4
-    """Decoder layers."""
-    width: int = 192
-    """Hidden size."""
-    heads: int = 6
-    """Query heads."""
-    kv_heads: int = 2
-    """Key and value heads; divides `heads`."""
-    head_size: int = 32
-    """Size of a head, at least 32."""
-    mlp: int | None = None
-    """Size of the feed-forward layer; by default 8/3 of the width, in multiples of 64."""
-    positions: int = 4096
-    """Longest sequence."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}")
-        if self.head_size < 32 or self.head_size % 2:
-            raise ValueError(f"head_size must be even and at least 32, not {self.head_size}")
-        return self
 
 
 class WarmupOptions(Section):
@@ -130,32 +101,6 @@ class WarmupOptions(Section):
         left = 1.0 - min(1.0, share)
         fall = left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
         return self.lr * rise * (self.final_lr + (1 - self.final_lr) * fall)
-
-
-def new_model(shape: Shape, tokenizer: Any, *, seed: int = 0) -> Any:
-    """A random float32 model with tied embeddings for this tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        shape.family,
-        vocab_size=len(tokenizer),
-        hidden_size=shape.width,
-        intermediate_size=shape.mlp or -(-shape.width * 8 // (3 * 64)) * 64,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size,
-        max_position_embeddings=shape.positions,
-        tie_word_embeddings=True,
-        attention_dropout=0.0,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    if shape.family == "qwen2" and shape.head_size * shape.heads != shape.width:
-        raise ConfigError(f"qwen2 needs heads * head_size = width; {shape.heads} * {shape.head_size} != {shape.width}")
-    torch.manual_seed(seed)
-    return prepare_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa"))
 
 
 def template_ends(tokenizer: Any) -> tuple[str, str]:
@@ -222,11 +167,11 @@ class Warmup:
                         break
 
                 def told(tokens: int, share: float = share) -> None:
-                    def known() -> dict[str, float]:
+                    def by_now() -> dict[str, float]:
                         loss = {"warmup/loss": losses[-1].item()} if losses else {}
                         return {**loss, "warmup/tokens": float(self.tokens + tokens)}
 
-                    tell(share, known, known=2 if losses else 1)
+                    tell(share, by_now, known=2 if losses else 1)
 
                 losses.append(self.update(batch, options.learning_rate(share, self.updates), told))
                 told(0)
