@@ -33,7 +33,7 @@ KINDS: dict[str, Any] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
 }
-UPDATE = {"lr": 1e-3, "minibatch_prompts": 2, "microbatch_tokens": 64, "kl_weight": 0.01}
+UPDATE = {"lr": 1e-3, "minibatches": 2, "microbatch_tokens": 64, "kl_weight": 0.01}
 CONFIG = load_config("", {f"update.{key}": value for key, value in UPDATE.items()} | {"engine.local.device": "cpu"})
 LORA = load_config("", {"model.lora_rank": 4, "model.lora_targets": ["q_proj", "down_proj"]}).model
 
@@ -121,7 +121,7 @@ def test_sampler_learner_and_scorer_agree_on_log_probs(
 
 def test_first_update_is_on_policy_then_versions_rise(tokenizer: PreTrainedTokenizerFast) -> None:
     model = tiny(tokenizer)
-    whole = load_config("", {"update.lr": 1e-3, "update.minibatch_prompts": None, "update.kl_weight": 0.01})
+    whole = load_config("", {"update.lr": 1e-3, "update.minibatches": 1, "update.kl_weight": 0.01})
     backend = LocalBackend(model, tokenizer, learner=build_learner(whole, model))
     requests, rollouts = draw(backend)
     metrics = backend.update(samples_of(requests, rollouts))
@@ -223,4 +223,4 @@ def test_a_config_becomes_a_backend(tokenizer: PreTrainedTokenizerFast, tmp_path
     adapters = {n for n, p in backend.model.named_parameters() if p.requires_grad}
     assert adapters
     assert all("lora" in name for name in adapters)
-    assert backend.update(samples_of(*draw(backend)))["policy/updates"] == 1
+    assert backend.update(samples_of(*draw(backend)))["policy/updates"] == 2

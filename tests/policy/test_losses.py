@@ -82,6 +82,8 @@ class TestClip:
         found = of("clip", [LOG2, -LOG2], [0.0, 0.0], [1.0, -1.0], clip_high=1.0, clip_low=0.5)
         assert not found.marks["clip_high"].any()
         assert not found.marks["clip_low"].any()
+        assert not of("clip", [LOG2], [0.0], [-1.0], dual_clip=2.0).marks["dual_clip"].any()
+        assert not of("cispo", [LOG2], [0.0], [1.0], loss_options={"cap": 2.0}).marks["clip_high"].any()
 
 
 class TestCispo:

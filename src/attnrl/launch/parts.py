@@ -58,7 +58,7 @@ def check_parts(config: Config) -> dict[str, partial[Any]]:
 
 def check_taken(algo: AlgoConfig, bound: Mapping[str, partial[Any]]) -> None:
     """Raise where a key of [algo] has another value than its default and nothing takes it."""
-    read = frozenset[str]().union(*map(read_by, bound.values()))
+    read = read_by(bound["rule"]) | read_by(bound["filter"])
     taken = {name for part in bound.values() for name in getattr(part, "keywords", {})}
     taken |= {"delta", "key_reduce"} if "fci" in read else set()
     taken |= {"width"} if most_points(bound["rule"]) != 0 else set()

@@ -51,8 +51,8 @@ def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, *, low: float, high
     held_N = ratio_N.clamp(1 - low, 1 + high)
     loss_N = -torch.minimum(ratio_N * advantages_N, held_N * advantages_N)
     marks = {
-        "clip_high": (advantages_N > 0) & (ratio_N.detach() > 1 + high),
-        "clip_low": (advantages_N < 0) & (ratio_N.detach() < 1 - low),
+        "clip_high": (advantages_N > 0) & (ratio_N > 1 + high),
+        "clip_low": (advantages_N < 0) & (ratio_N < 1 - low),
     }
     return TokenLoss(loss_N, marks)
 
@@ -79,7 +79,7 @@ def clip(
         return found
     down_N = advantages_N < 0
     loss_N = torch.where(down_N, torch.minimum(found.loss_N, -dual_clip * advantages_N), found.loss_N)
-    return TokenLoss(loss_N, {**found.marks, "dual_clip": down_N & (ratio_N.detach() > dual_clip)})
+    return TokenLoss(loss_N, {**found.marks, "dual_clip": down_N & (ratio_N > dual_clip)})
 
 
 def cispo(new_N: Tensor, old_N: Tensor, advantages_N: Tensor, counts_S: Tensor, *, cap: float = 5.0) -> TokenLoss:
