@@ -18,11 +18,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from attnrl.version import __version__
 from attnrl.algo.reasons import PROMPT_REASONS, STEP_REASONS, TREE_REASONS
 from attnrl.analysis.curves import curves, headline
 from attnrl.analysis.figures import DRAWN, SECTIONS
 from attnrl.analysis.records import RunRecord
+from attnrl.version import __version__
 
 SCRIPTS = ("charts.js", "table.js", "trees.js", "report.js")
 

@@ -1,7 +1,7 @@
 """The paper's figures from run directories, as SVG, PDF and PNG; matplotlib, behind the extra `report`.
 
-One colour a method, told apart by dashes as well; a line is the mean over seeds, a band their range. Figures are numbered
-as in the paper: 4 FCI of problems, 5 pipeline, 6 branching, 7 sampling, 8 dynamics, 9 test curves.
+One colour a method, told apart by dashes as well; a line is the mean over seeds, a band their range. Figures have their
+numbers in the paper: 4 FCI of problems, 5 pipeline, 6 branching, 7 sampling, 8 dynamics, 9 test curves.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def panel_figure(plt: Any, methods: Sequence[Method], panels: Sequence[Panel]) -
             place.text(0.5, 0.5, "not logged by these runs", ha="center", va="center", transform=place.transAxes)
         place.set(title=panel.title, xlabel=AXIS_LABELS[panel.axis], ylabel=panel.label)
         place.grid(alpha=0.25)
-    handles, labels = next((p.get_legend_handles_labels() for p in places[0] if p.lines), ([], []))
-    figure.legend(handles, labels, loc="outside lower center", ncols=max(len(labels), 1), frameon=False)
+    named = {label: handle for p in places[0] for handle, label in zip(*p.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named, loc="outside lower center", ncols=max(len(named), 1), frameon=False)
     return figure
 
 

@@ -14,39 +14,36 @@ Examples:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from attnrl.analysis.comparison import Axis, compare_runs
 from attnrl.analysis.records import read_run
 from attnrl.analysis.report import named_runs
 from attnrl.analysis.tables import tables
-from attnrl.cli.flags import read_flags, unset
+from attnrl.cli.flags import read_flags
+from attnrl.config import Section
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class CompareFlags(Section):
     """The flags of `attnrl compare`."""
 
-    run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional, unset("RUN_DIR ...")]
-    """Run directories of `attnrl train` with held-out evaluations."""
+    run_dirs: tuple[Path, ...]
+    """run directories of `attnrl train` with held-out evaluations."""
     at: Axis = "iterations"
     """What is equal: the least any run has reached of it is the budget of all."""
-    target: Annotated[float | None, unset("SHARE")] = None
+    target: float | None = None
     """Accuracy, from 0 to 1, whose cost is asked for; by default the worst final one of a method."""
-    baseline: Annotated[str | None, unset("METHOD")] = None
+    baseline: str | None = None
     """The method that differences are against; by default the first."""
     format: Literal["markdown", "latex"] = "markdown"
     """Of the tables."""
-    output: Annotated[Path | None, unset("FILE")] = None
+    output: Path | None = None
     """Where to write them; by default the terminal."""
 
 
 def main(argv: list[str]) -> int:
-    options = read_flags(Options, argv, str(__doc__))
+    options, _ = read_flags(CompareFlags, argv, str(__doc__), words="run_dirs")
     records = [read_run(path, name) for path, name in named_runs(options.run_dirs)]
     found = compare_runs(records, axis=options.at, target=options.target, baseline=options.baseline)
     text = tables(found, options.format)

@@ -14,32 +14,28 @@ Examples:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from attnrl.analysis.comparison import group_methods
 from attnrl.analysis.plots import pyplot, write_figures
 from attnrl.analysis.problems import problems, separation
 from attnrl.analysis.records import read_run
 from attnrl.analysis.report import named_runs
-from attnrl.cli.flags import read_flags, unset
+from attnrl.cli.flags import read_flags
+from attnrl.config import Section
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class FiguresFlags(Section):
     """The flags of `attnrl figures`."""
 
-    run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional, unset("RUN_DIR ...")]
-    """Run directories of `attnrl train`."""
-    out: Annotated[Path, unset("DIR")]
+    run_dirs: tuple[Path, ...]
+    """run directories of `attnrl train`."""
+    out: Path
     """The directory to write into."""
 
 
 def main(argv: list[str]) -> int:
-    options = read_flags(Options, argv, str(__doc__))
+    options, _ = read_flags(FiguresFlags, argv, str(__doc__), words="run_dirs")
     named = named_runs(options.run_dirs)
     pyplot()  # a missing extra is said before anything is read
     methods = group_methods([read_run(path, name) for path, name in named])

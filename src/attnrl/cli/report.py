@@ -1,4 +1,4 @@
-"""attnrl report RUN_DIR ... [--output FILE] [--iterations N ...] [--forests N]
+"""attnrl report RUN_DIR ... [--output FILE] [--iterations N,...] [--forests N]
 
 Writes the report of one run, or of several to compare, as one HTML file:
 held-out accuracy with its intervals, the paper's curves, seconds per phase, and
@@ -11,7 +11,7 @@ shows all of them.
 Examples:
   attnrl report runs/a
   attnrl report runs/a runs/b runs/c --output compare.html
-  attnrl report runs/a --iterations 1 14 20 --forests 30
+  attnrl report runs/a --iterations 1,14,20 --forests 30
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ReportFlags(Section):
     """run directories of `attnrl train`; each becomes one colour."""
     output: Path | None = None
     """Where to write; by default report.html, in the run directory for one run, here for several."""
-    iterations: Annotated[tuple[int, ...], unset("N ...")] = ()
+    iterations: tuple[int, ...] = ()
     """Iterations whose trees to show; by default the first and the last on record."""
-    forests: Annotated[int | None, unset("N")] = None
+    forests: int | None = None
     """How many forests to show, over all runs; by default 12, or 4 where responses are long."""
 
 

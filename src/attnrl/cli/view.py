@@ -16,28 +16,24 @@ Examples:
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from attnrl.analysis.view import open_view
-from attnrl.cli.flags import read_flags, unset
+from attnrl.cli.flags import read_flags
+from attnrl.config import Section
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class ViewFlags(Section):
     """The flags of `attnrl view`."""
 
-    run_dirs: Annotated[tuple[Path, ...], tyro.conf.Positional, unset("RUN_DIR ...")]
-    """Run directories of `attnrl train`, finished or still going."""
+    run_dirs: tuple[Path, ...]
+    """run directories of `attnrl train`, finished or still going."""
     port: int = 8765
     """On the loopback interface; 0 takes any free one."""
 
 
 def main(argv: list[str]) -> int:
-    options = read_flags(Options, argv, str(__doc__))
+    options, _ = read_flags(ViewFlags, argv, str(__doc__), words="run_dirs")
     view = open_view(options.run_dirs, options.port)
     view.start()
     print(f"{view.url}   (Ctrl-C ends it)", flush=True)
