@@ -143,6 +143,7 @@ class TestInTheBrowser:
 
     def test_the_keyboard_is_enough(self, browser: Browser, served: Callable[..., View], run: Path) -> None:
         browser.open(served(run).url)
+        browser.wait("INDEX.all().length === 18")
         browser.press("3")
         browser.wait("document.querySelectorAll('tr[data-key]').length > 3")
         keys = browser.run("[...document.querySelectorAll('tr[data-key]')].map(tr => tr.dataset.key)")

@@ -1,7 +1,7 @@
 """The paper's figures from run directories, as SVG, PDF and PNG; matplotlib, behind the extra `report`.
 
-One colour a method, told apart by dashes as well; a line is the mean over seeds, a band their range. Figures are
-numbered as in the paper: 4 FCI of problems, 5 pipeline, 6 branching, 7 sampling, 8 dynamics, 9 test curves.
+One colour a method, told apart by dashes as well; a line is the mean over seeds, a band their range. Figures have their
+numbers in the paper: 4 FCI of problems, 5 pipeline, 6 branching, 7 sampling, 8 dynamics, 9 test curves.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from attnrl.analysis.comparison import Method, positions
 from attnrl.analysis.curves import benchmarks
+from attnrl.analysis.disruption import TYPES, Trial, by_position, effects
 from attnrl.analysis.problems import Problem, means_by_iteration, problems
 from attnrl.analysis.records import RunRecord
 from attnrl.errors import MissingExtraError
@@ -141,8 +142,8 @@ def panel_figure(plt: Any, methods: Sequence[Method], panels: Sequence[Panel]) -
             place.text(0.5, 0.5, "not logged by these runs", ha="center", va="center", transform=place.transAxes)
         place.set(title=panel.title, xlabel=AXIS_LABELS[panel.axis], ylabel=panel.label)
         place.grid(alpha=0.25)
-    handles, labels = next((p.get_legend_handles_labels() for p in places[0] if p.lines), ([], []))
-    figure.legend(handles, labels, loc="outside lower center", ncols=max(len(labels), 1), frameon=False)
+    named = {label: handle for p in places[0] for handle, label in zip(*p.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named, loc="outside lower center", ncols=max(len(named), 1), frameon=False)
     return figure
 
 
@@ -222,3 +223,32 @@ def pipeline_figure(plt: Any, methods: Sequence[Method]) -> Any:
     place.set(xlabel="seconds an iteration, mean", title="Where an iteration's time goes")
     place.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.35))
     return figure
+
+
+def write_disruption(trials: Sequence[Trial], out: Path) -> list[Path]:
+    """The figure of the disruption experiment: accuracy by type, and by position of the hidden step. Paper: Fig. 3."""
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7.4, 2.9), layout="constrained")
+    found = effects(trials)
+    names = [TYPES[e.type].replace(", at", ",\nat") for e in found]
+    for number, e in enumerate(found):
+        left.bar(number, 100 * e.disrupted, color=COLOURS[number], hatch=(None, "//", "..", "xx")[number], alpha=0.85)
+        bounds = [[100 * (e.disrupted - e.disrupted_low)], [100 * (e.disrupted_high - e.disrupted)]]
+        left.errorbar([number], [100 * e.disrupted], yerr=bounds, color="black", capsize=3)
+        left.plot([number - 0.4, number + 0.4], [100 * e.intact] * 2, color="black", linestyle="--", linewidth=1)
+    left.set_xticks(range(len(names)), names, fontsize=7)
+    left.set(title="(a) By type (dashed: nothing hidden)", ylabel="accuracy (%)")
+    rows = by_position(trials)
+    centres = [100 * (i + 0.5) / len(rows) for i in range(len(rows))]
+    shown = [(x, row) for x, row in zip(centres, rows, strict=True) if row[0]]
+    heights = [100 * row[1] for _, row in shown]
+    bounds = [[h - 100 * row[2] for h, (_, row) in zip(heights, shown, strict=True)]]
+    bounds.append([100 * row[3] - h for h, (_, row) in zip(heights, shown, strict=True)])
+    right.errorbar([x for x, _ in shown], heights, yerr=bounds, color=COLOURS[0], marker="o", capsize=3)
+    right.set(title="(b) By position", xlabel="place of the hidden step in the response (%)", ylabel="accuracy (%)")
+    right.set_xlim(0, 100)
+    files = [out / f"fig3_disruption.{form}" for form in FORMATS]
+    for file in files:
+        figure.savefig(file, bbox_inches="tight", dpi=150, metadata=_undated(file.suffix[1:]))
+    plt.close(figure)
+    return files

@@ -25,6 +25,7 @@ COMMANDS = {
     "view": "look at runs in the browser, live: curves, every tree, reasons",
     "report": "write the HTML report of a run directory",
     "compare": "compare runs at an equal budget: methods over seeds, with intervals",
+    "disrupt": "hide one step from later text and see what it costs",
     "figures": "write the figures of the paper from runs of yours",
     "config": "print the resolved config of a preset",
     "presets": "list the presets",
@@ -35,6 +36,7 @@ GO_ON = {  # what to do after an interruption
     "demo": "; the same command goes on from the newest checkpoint",
     "train": "; the same command with --resume goes on from the newest checkpoint",
     "eval": "; the same command goes on where this one stopped",
+    "disrupt": "; the same command goes on where this one stopped",
 }
 
 

@@ -1,4 +1,4 @@
-"""attnrl report RUN_DIR ... [--output FILE] [--iterations N ...] [--forests N]
+"""attnrl report RUN_DIR ... [--output FILE] [--iterations N,...] [--forests N]
 
 Writes the report of one run, or of several to compare, as one HTML file:
 held-out accuracy with its intervals, the paper's curves, seconds per phase, and
@@ -11,7 +11,7 @@ shows all of them.
 Examples:
   attnrl report runs/a
   attnrl report runs/a runs/b runs/c --output compare.html
-  attnrl report runs/a --iterations 1 14 20 --forests 30
+  attnrl report runs/a --iterations 1,14,20 --forests 30
 """
 
 from __future__ import annotations

@@ -1,0 +1,216 @@
+"""The disruption experiment from Python: draw responses, hide a step of each from what follows, draw the rest anew."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attnrl.analysis.disruption import Trial, choose_steps
+from attnrl.analysis.pages import step_means
+from attnrl.config import Config
+from attnrl.errors import ConfigError
+from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
+from attnrl.launch.evaluating import settings_of
+from attnrl.launch.models import (
+    check_model,
+    decoder,
+    find_engine,
+    load_tokenizer,
+    newest_model,
+    open_engine,
+    open_rewards,
+)
+from attnrl.launch.parts import check_parts
+from attnrl.types import Attempt, Ids, Prompt, Request, Rollout, Sampling, ScoreRequest, Scores, Scoring, Step, Verdict
+
+if TYPE_CHECKING:
+    from attnrl.local.backend import LocalBackend
+
+FILE, SETTINGS = "trials.jsonl", "settings.json"
+Job = tuple[int, Prompt, int]  # number of the response, its prompt, its seed
+Grade = Callable[[Sequence[Attempt]], list[Verdict]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experiment:
+    """What the chunks of an experiment share."""
+
+    backend: LocalBackend
+    tokenizer: Any
+    segment: Callable[[Ids], tuple[Step, ...]]
+    decode: Callable[[Ids], str]
+    grade: Grade
+    sampling: Sampling
+    scoring: Scoring
+    max_tokens: int
+    rows: int
+
+
+def disrupt(
+    model: str,
+    output: str | Path,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    chunk: int = 64,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Trial]:
+    """The trials of the experiment over the problems a model is evaluated on, kept in `output` as they come.
+
+    Settings are those `attnrl.evaluate` takes; the same call goes on after an interruption. Paper: Sec. 3.1.2.
+    """
+    config = settings_of(model, overrides)[1]
+    if config.engine.name != "local":
+        raise ConfigError(f"engine.name = {config.engine.name!r}: hiding a step from later text needs the local engine")
+    bound = check_parts(config)
+    engine, path = find_engine(config), check_model(newest_model(model))
+    records, samples = evaluation_records(config), evaluation_samples(config)
+    tokenizer = load_tokenizer(path)
+    prompts = evaluation_prompts(config, records, tokenizer)
+    jobs = all_jobs(prompts, samples, seed)
+    asked = {"model": "demo" if model == "demo" else path, "seed": seed, **_settings(config)}
+    from attnrl.data.texts import TokenTexts
+
+    texts = TokenTexts(tokenizer)
+    wanted = config.evaluation
+    with (
+        open_trials(Path(output), asked) as (done, append),
+        open_rewards(config) as rewards,
+        open_engine(engine, config, path, tokenizer, learn=False) as backend,
+    ):
+        shared = Experiment(
+            backend=backend,  # type: ignore[arg-type]  # the local engine, checked above
+            tokenizer=tokenizer,
+            segment=lambda ids: bound["segmenter"](texts(ids)),
+            decode=decoder(tokenizer),
+            grade=rewards.grade,
+            sampling=Sampling(wanted.temperature, wanted.top_p),
+            scoring=Scoring(True, config.algo.delta, config.algo.key_reduce, wanted.temperature),
+            max_tokens=wanted.max_response_tokens,
+            rows=config.engine.local.rows,
+        )
+        missing = [job for job in jobs if job[0] not in done]
+        for start in range(0, len(missing), chunk):
+            lines = run_chunk(missing[start : start + chunk], shared)
+            append(lines)
+            done |= {line["response"]: line for line in lines}
+            say(f"{len(done)} of {len(jobs)} responses, {sum(len(line['trials']) for line in done.values())} trials")
+    return [Trial(**trial) for number in sorted(done) for trial in done[number]["trials"]]
+
+
+def all_jobs(prompts: Mapping[str, Sequence[Prompt]], samples: Mapping[str, int], seed: int) -> list[Job]:
+    """Every response to draw, numbered; sample by sample over all prompts, so that a part is a fair part."""
+    from attnrl.evaluation.sampling import request_seed
+
+    most = max(samples.values())
+    asked = [
+        (prompt, request_seed(seed, name, row, n))
+        for n in range(most)
+        for name, rows in prompts.items()
+        for row, prompt in enumerate(rows)
+        if n < samples[name]
+    ]
+    return [(number, prompt, stream) for number, (prompt, stream) in enumerate(asked)]
+
+
+def run_chunk(jobs: Sequence[Job], shared: Experiment) -> list[dict[str, Any]]:
+    """For each response one line: what it was, and its trials."""
+    from attnrl.local.disrupt import continue_without
+
+    originals = shared.backend.generate([Request(p.ids, shared.max_tokens, s) for _, p, s in jobs], shared.sampling)
+    steps = [shared.segment(rollout.ids) for rollout in originals]
+    asked = [ScoreRequest(p.ids, r.ids, s) for (_, p, _), r, s in zip(jobs, originals, steps, strict=True)]
+    scores = shared.backend.score(asked, shared.scoring)
+    chosen = [choices(*row) for row in zip(jobs, steps, scores, strict=True)]
+    spots = [(i, kind, k) for i, found in enumerate(chosen) for kind, k in found.items()]
+    requests, hidden = [], []
+    for i, _, k in spots:
+        _, prompt, stream = jobs[i]
+        stop = steps[i][k].stop
+        context = np.concatenate([prompt.ids, originals[i].ids[:stop]])
+        requests.append(Request(context, max(shared.max_tokens - stop, 1), stream + 1 + k))
+        hidden.append((len(prompt.ids) + steps[i][k].start, len(prompt.ids) + stop))
+    model = shared.backend.model
+    drawn = [
+        continue_without(model, shared.tokenizer, requests, spans, shared.sampling, shared.rows)
+        for spans in ([None] * len(requests), hidden)
+    ]
+    whole = [
+        [
+            (i, np.concatenate([originals[i].ids[: steps[i][k].stop], r.ids]), r)
+            for (i, _, k), r in zip(spots, row, strict=True)
+        ]
+        for row in drawn
+    ]
+    verdicts = grade_all([(i, r.ids, r) for i, r in enumerate(originals)] + whole[0] + whole[1], jobs, shared)
+    first, intact, disrupted = (verdicts[: len(jobs)], verdicts[len(jobs) :][: len(spots)], verdicts[-len(spots) :])
+    lines: list[dict[str, Any]] = [
+        {"response": number, "prompt": p.uid, "tokens": len(r.ids), "steps": len(s), "right": v.right, "trials": []}
+        for (number, p, _), r, s, v in zip(jobs, originals, steps, first, strict=True)
+    ]
+    for (i, kind, k), a, b in zip(spots, intact, disrupted if spots else [], strict=True):
+        if first[i].error is None and a.error is None and b.error is None:
+            position = steps[i][k].start / len(originals[i].ids)
+            trial = Trial(jobs[i][1].uid, jobs[i][0], kind, k, position, first[i].right, a.right, b.right)
+            lines[i]["trials"].append(asdict(trial))
+    return lines
+
+
+def choices(job: Job, steps: Sequence[Step], scores: Scores) -> dict[str, int]:
+    """The step of each type to hide; drawn by the response's own number."""
+    entropy = step_means(scores.entropy, [step.start for step in steps])
+    return choose_steps(scores.fci.tolist(), entropy, steps, np.random.default_rng(job[2]))
+
+
+def grade_all(items: Sequence[tuple[int, Ids, Rollout]], jobs: Sequence[Job], shared: Experiment) -> list[Verdict]:
+    """The verdicts of whole responses: (job, response, the rollout that ended it)."""
+    attempts = []
+    for i, ids, rollout in items:
+        prompt = jobs[i][1]
+        text = shared.decode(ids)
+        attempts.append(Attempt(prompt.problem, prompt.answers, text, rollout.finish, len(ids), prompt.row))
+    return shared.grade(attempts)
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    names = ("benchmarks", "samples", "temperature", "top_p", "max_response_tokens", "tasks")
+    chosen = {name: getattr(config.evaluation, name) for name in names}
+    chosen |= {"delta": config.algo.delta, "key_reduce": config.algo.key_reduce, "segmenter": config.algo.segmenter}
+    return chosen | {"template": config.data.template, "data_tasks": config.data.tasks.model_dump(mode="json")}
+
+
+@contextmanager
+def open_trials(
+    directory: Path, settings: Mapping[str, Any]
+) -> Iterator[tuple[dict[int, dict[str, Any]], Callable[[Sequence[dict[str, Any]]], None]]]:
+    """The lines already there, by response, and what appends more; refuses a directory of other settings.
+
+    A last line without its line break was cut off by a kill and is dropped.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    asked = json.loads(json.dumps(settings))
+    known = directory / SETTINGS
+    if known.exists() and (begun := json.loads(known.read_text("utf-8"))) != asked:
+        different = sorted(key for key in begun.keys() | asked.keys() if begun.get(key) != asked.get(key))
+        raise ConfigError(f"{directory} holds an experiment with other settings ({', '.join(different)}); name another")
+    known.write_text(json.dumps(asked, indent=2) + "\n", "utf-8")
+    with (directory / FILE).open("a+b") as file:
+        file.seek(0)
+        text = file.read()
+        text = text[: text.rfind(b"\n") + 1]
+        file.truncate(len(text))
+        done = {line["response"]: line for line in map(json.loads, text.splitlines())}
+
+        def append(lines: Sequence[dict[str, Any]]) -> None:
+            file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+            file.flush()
+            os.fsync(file.fileno())
+
+        yield done, append
