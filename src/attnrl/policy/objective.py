@@ -24,11 +24,11 @@ class Objective:
     """What the update minimises; `objective` makes it from a config."""
 
     loss: Loss  # bound: (new_N, old_N, advantages_N, counts_S) -> TokenLoss or tensor
-    kl_weight: float = 0.001
-    entropy_weight: float = 0.0
-    importance_cap: float | None = None
-    importance_mask: tuple[float, float] | None = None
-    mean_over_samples: bool = False  # otherwise one mean over all loss tokens of a minibatch
+    kl_weight: float
+    entropy_weight: float
+    importance_cap: float | None
+    importance_mask: tuple[float, float] | None
+    mean_over_samples: bool  # otherwise one mean over all loss tokens of a minibatch
 
     @property
     def needs_old(self) -> bool:
@@ -136,11 +136,11 @@ def loss_sums(
         total_N = total_N / counts_S.repeat_interleave(counts_S)
     with torch.no_grad():
         sums = {
-            "loss": total_N.detach().sum(),
-            "surrogate": policy.loss_N.detach().sum(),
-            "kl": kl_N.detach().sum(),
+            "loss": total_N.sum(),
+            "surrogate": policy.loss_N.sum(),
+            "kl": kl_N.sum(),
             "behaviour_kl": k3(new_N - behaviour_N).sum(),
-            "entropy": entropy_N.detach().sum(),
+            "entropy": entropy_N.sum(),
             "importance_weight": weights_N.sum(),
             **{name: mark_N.float().sum() for name, mark_N in policy.marks.items()},
         }
