@@ -42,6 +42,7 @@ class FakeBackend:
         self.scorings: list[Scoring] = []
         self.requests: list[list[Request]] = []
         self.closed = False
+        self.told = 0
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         self.calls.append(("generate", len(requests)))
@@ -86,7 +87,9 @@ class FakeBackend:
         self.version = json.loads((path / "fake.json").read_text())["version"]
 
     def metrics(self) -> dict[str, float]:
-        return {"fake/calls": float(len(self.calls))}
+        """How many calls of the engine since it was last asked."""
+        new, self.told = len(self.calls) - self.told, len(self.calls)
+        return {"fake/calls": float(new)}
 
     def close(self) -> None:
         self.closed = True

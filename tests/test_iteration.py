@@ -59,7 +59,9 @@ def test_grpo_never_scores_nor_branches() -> None:
     parts = make_parts("grpo_1p5b", backend)
     outcome = on_policy(first_state(parts, 0), parts)
     assert [name for name, _ in backend.calls] == ["generate", "update"]
-    assert parts.target_samples == 8 * 30
+    assert parts.target_samples is None  # every batch has as many prompts
+    adaptive = make_parts("grpo_1p5b", **{"algo.adaptive_batch": True})
+    assert adaptive.target_samples == 8 * 30
     assert "score/fci_mean" not in outcome.metrics
 
 
