@@ -60,6 +60,13 @@ def test_a_null_gold_is_named_by_its_row_and_the_others_are_graded(
     assert [row["error"] for row in verdicts] == [None, "empty_gold", "empty_gold", None]
 
 
+def test_numbers_are_golds_like_text(tmp_path: Path) -> None:
+    rows = [{"response": r"\boxed{4}", "gold": gold} for gold in (4, 4.0, [3, 4], 5)]
+    assert run(["verify", str(_write(tmp_path / "a.jsonl", rows))]) == 0
+    written = (tmp_path / "a.jsonl.verdicts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["reward"] for line in written] == [1.0, 1.0, 1.0, 0.0]
+
+
 def test_the_output_stands_beside_the_input_by_default(tmp_path: Path) -> None:
     source = _write(tmp_path / "a.jsonl", ROWS[:1])
     assert run(["verify", str(source)]) == 0
@@ -72,7 +79,7 @@ def test_the_output_stands_beside_the_input_by_default(tmp_path: Path) -> None:
         ('{"response": "x"}', "bad.jsonl:2: field 'gold' is missing"),
         ('{"gold": "x"}', "bad.jsonl:2: field 'response' is missing"),
         ('{"response": 3, "gold": "x"}', "bad.jsonl:2: field 'response' must be text, not int"),
-        ('{"response": "x", "gold": [3]}', "bad.jsonl:2: field 'gold' must be text or a list of texts"),
+        ('{"response": "x", "gold": [{}]}', "bad.jsonl:2: field 'gold' must be text, a number, or a list of them"),
         ("[1, 2]", "bad.jsonl:2: not a JSON object but list"),
         ("{nonsense", "bad.jsonl:2: not a JSON object"),
     ],

@@ -82,6 +82,7 @@ def test_without_gold_the_benchmark_says_it(tmp_path) -> None:
         ({"gold": "2"}, "no text in the column response"),
         ({"response": "x"}, "no gold, and 'r' is no known benchmark"),
         ({"response": "x", "gold": " "}, "gold is empty"),
+        ({"response": "x", "gold": [None]}, "gold is empty"),
         ({"response": "x", "gold": "2", "finish": "eos"}, "finish is 'eos'"),
         ({"response": "x", "benchmark": "aime24", "row": 9}, "aime24 has rows 1 to 1"),
         ({"response": "x", "benchmark": "aime24", "row": 0}, "rows are whole numbers, counted from 1"),

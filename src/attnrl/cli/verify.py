@@ -54,9 +54,9 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def golds_of(row: dict[str, Any]) -> list[str]:
-    """The golds of a row; a null is none."""
+    """The golds of a row, numbers as text; a null is none."""
     golds = row["gold"] if isinstance(row["gold"], list) else [row["gold"]]
-    return [gold for gold in golds if gold is not None]
+    return [str(gold) if type(gold) in (int, float) else gold for gold in golds if gold is not None]
 
 
 def _check_row(where: str, row: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def _check_row(where: str, row: dict[str, Any]) -> None:
     if not isinstance(row["response"], str):
         raise DataError(f"{where}: field 'response' must be text, not {type(row['response']).__name__}")
     if not all(isinstance(gold, str) for gold in golds_of(row)):
-        raise DataError(f"{where}: field 'gold' must be text or a list of texts")
+        raise DataError(f"{where}: field 'gold' must be text, a number, or a list of them")
 
 
 def write_verdicts(path: Path, rows: Sequence[dict[str, Any]], verdicts: Sequence[Verdict]) -> None:

@@ -104,7 +104,7 @@ def _gold(line: Row) -> tuple[str, ...] | None:
     value = next((line.columns[key] for key in GOLD if line.columns.get(key) is not None), None)
     if value is None:
         return None
-    golds = tuple(str(entry) for entry in (value if isinstance(value, list) else [value]))
+    golds = tuple(str(entry) for entry in (value if isinstance(value, list) else [value]) if entry is not None)
     if not golds or not all(entry.strip() for entry in golds):
         raise DataError(f"{line.where}: gold is empty; give the right answer, or remove the row")
     return golds
