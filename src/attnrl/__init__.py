@@ -9,9 +9,9 @@ from attnrl.version import __version__
 
 if TYPE_CHECKING:
     from attnrl.config import load_config
-    from attnrl.launch import evaluate, score, train
+    from attnrl.launch import check, evaluate, score, train
 
-__all__ = ["__version__", "evaluate", "load_config", "score", "train"]
+__all__ = ["__version__", "check", "evaluate", "load_config", "score", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -60,7 +60,7 @@ class TestFilter:
         assert kept_of(easy, kept) == ["6"]  # the mean is 3
         assert kept.memory == {"fci_sum": 9.0, "fci_count": 3}
         assert kept.reasons[2] == ""
-        assert kept.reasons[0] == "filter: mean FCI 1.0000 under the running mean 3.0000"
+        assert kept.reasons[0] == "mean FCI 1.0000 under the running mean 3.0000"
 
     def test_the_running_mean_goes_over_all_iterations(self, build):
         # 9 over 3 prompts so far; this batch adds 1 and 2: mean 12 / 5 = 2.4

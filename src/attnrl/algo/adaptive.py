@@ -65,7 +65,7 @@ def attention(
     slack = 1e-9 * abs(bar)  # a prompt exactly at the mean must not fall to rounding
     mask = tuple(not math.isfinite(m) or m >= bar - slack for m in means)
     reasons = tuple(
-        "" if kept else f"filter: mean FCI {m:.4f} under the running mean {bar:.4f}"
+        "" if kept else f"mean FCI {m:.4f} under the running mean {bar:.4f}"
         for kept, m in zip(mask, means, strict=True)
     )
     return Kept(mask, {"fci_sum": total, "fci_count": count}, reasons)
@@ -75,14 +75,14 @@ def attention(
 def not_all_right(groups: Sequence[Group], memory: Mapping[str, Any]) -> Kept:
     """Without the prompts whose trunks are all right. Paper: Sec. 4.3."""
     mask = tuple(g.accuracy < 1.0 for g in groups)
-    return Kept(mask, dict(memory), tuple("" if kept else "filter: all trunks right" for kept in mask))
+    return Kept(mask, dict(memory), tuple("" if kept else "all trunks right" for kept in mask))
 
 
 @reads()
 def has_spread(groups: Sequence[Group], memory: Mapping[str, Any]) -> Kept:
     """The prompts whose trunks earn different rewards (DAPO's dynamic sampling keeps these)."""
     mask = tuple(len({t.reward for t in g.trunks}) > 1 for g in groups)
-    return Kept(mask, dict(memory), tuple("" if kept else "filter: all trunks earn the same" for kept in mask))
+    return Kept(mask, dict(memory), tuple("" if kept else "all trunks earn the same" for kept in mask))
 
 
 FILTERS: dict[str, Callable[..., Kept]] = {

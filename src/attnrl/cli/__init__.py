@@ -16,6 +16,7 @@ from attnrl.version import __version__
 COMMANDS = {
     "demo": "train a tiny model on this machine and show that it got better",
     "train": "train a policy: attnrl train PRESET --run-dir D",
+    "check": "look at config, data, rewards, memory and model before training",
     "eval": "pass@1 and pass@k of a model, or of stored responses",
     "score": "FCI, entropy and branch points of every step of stored responses",
     "verify": "grade a file of responses against reference answers",

@@ -53,13 +53,13 @@ def evaluate(
     elif overrides:
         raise ConfigError("give overrides or a whole config, not both")
     wanted = config.evaluation
-    engine, path = find_engine(config), check_model(newest_model(model))
+    engine, rewards, path = find_engine(config), open_rewards(config), check_model(newest_model(model))
     samples = evaluation_samples(config)
     check_samples(samples, wanted.ks)
     records = evaluation_records(config)
     tokenizer = load_tokenizer(path)
     prompts = evaluation_prompts(config, records, tokenizer)
-    with open_rewards(config) as rewards, open_engine(engine, config, path, tokenizer, learn=False) as sampler:
+    with rewards, open_engine(engine, config, path, tokenizer, learn=False) as sampler:
         return measure(
             sampler,
             prompts,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from attnrl.reward import Rewards
 
 ENGINES = {"local": "attnrl.local.backend:build", "verl": "attnrl.verl_engine:build"}
+FACTORY_KEYS = ("model", "tokenizer", "learn")  # what every factory is called with, beside the config and its options
 
 
 def find_engine(config: Config) -> Callable[..., Backend]:
@@ -34,7 +36,23 @@ def find_engine(config: Config) -> Callable[..., Backend]:
         factory: Callable[..., Backend] = find({}, ENGINES.get(name, name))
     except ValueError as error:
         raise ConfigError(f"engine.name: {error}") from None
+    check_factory(name, factory, config.engine.options)
     return factory
+
+
+def check_factory(name: str, factory: Callable[..., Backend], options: Mapping[str, Any]) -> None:
+    """Raise where an engine's factory does not take what it is called with: the model, and its options."""
+    wanted = inspect.signature(factory).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
+    if not takes_any and (missing := [key for key in FACTORY_KEYS if key not in wanted]):
+        shape = "(config, *, model, tokenizer, learn=True, ...)"
+        raise ConfigError(f"engine.name: {name!r} must be called as {shape}; it does not take {missing[0]!r}")
+    own = {n: p for n, p in wanted.items() if p.kind is p.KEYWORD_ONLY and n not in FACTORY_KEYS}
+    if not takes_any and (unknown := [key for key in options if key not in own]):
+        hint = near(unknown[0], own)
+        raise ConfigError(f"engine.options: {name!r} has no option {unknown[0]!r}{hint}; it has: {listed(own)}")
+    if missing := [key for key, p in own.items() if p.default is p.empty and key not in options]:
+        raise ConfigError(f"engine.options: {name!r} needs the option {missing[0]!r}")
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def train(
     bound = check_parts(config)
     check_trackers(config.run.trackers)
     check_loss(config)
-    engine = find_engine(config)
+    engine, rewards = find_engine(config), open_rewards(config)
     model = check_model(config.model.path)
     values = config.model_dump(mode="json")
     state = check_run(run_dir, values, resume=resume)
@@ -83,21 +83,11 @@ def train(
     held_out = evaluation_records(config) if config.evaluation.every else {}
     run = open_run(run_dir, values, resume=resume)
     say_where_it_goes_on(run_dir, state, say)
-    watching = [
-        console_line(config),
-        *open_trackers(
-            config.run.trackers,
-            run_dir,
-            values,
-            kept=-1 if state is None else state.iteration,
-            recorded=last_recorded(run_dir),
-        ),
-        *observers,
-    ]
+    watching = [console_line(config), *trackers_of(config, run_dir, state), *observers]
     tokenizer = load_tokenizer(model)
     stream = prompt_stream(config, records, tokenizer, say)
     held_out_prompts = evaluation_prompts(config, held_out, tokenizer)
-    with open_rewards(config) as rewards, open_engine(engine, config, model, tokenizer) as backend:
+    with rewards, open_engine(engine, config, model, tokenizer) as backend:
         parts = build_parts(config, bound, backend, stream, tokenizer, rewards.grade)
         state = loop(
             parts,
@@ -146,6 +136,13 @@ def check_loss(config: Config) -> None:
     from attnrl.policy.objective import objective  # torch: not before it is needed
 
     objective(config.update)
+
+
+def trackers_of(config: Config, run_dir: Path, state: State | None) -> Sequence[Observer]:
+    """The trackers of a config, where a run goes on from the iteration it was saved at."""
+    kept = -1 if state is None else state.iteration
+    values = config.model_dump(mode="json")
+    return open_trackers(config.run.trackers, run_dir, values, kept=kept, recorded=last_recorded(run_dir))
 
 
 def finished_note(state: State, config: Config) -> str:

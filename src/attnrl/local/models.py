@@ -125,6 +125,7 @@ def load_tokenizer(name: str | Path) -> Any:
             f"{name} holds a model but no tokenizer (tokenizer.json or another of its kinds); copy the tokenizer files "
             "of the model it was made from, or write them with tokenizer.save_pretrained"
         )
+    check_reachable(str(name))
     file = Path(name, "tokenizer_config.json")
     declared = json.loads(file.read_text("utf-8")).get("tokenizer_class") if file.is_file() else None
     plain_class = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")

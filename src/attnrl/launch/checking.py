@@ -1,0 +1,359 @@
+"""A look at everything before the GPU hours are spent: `attnrl.check`.
+
+Nothing is trained and nothing written. Each finding is "ok", "look" (it may be meant so) or "wrong".
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from attnrl.algo.adaptive import most_points
+from attnrl.config import Config, load_config
+from attnrl.console import time_span
+from attnrl.errors import ConfigError
+from attnrl.launch.data import prompt_stream, train_records
+from attnrl.launch.forecast import GB, memory, shape_of, work
+from attnrl.launch.models import (
+    check_model,
+    decoder,
+    find_engine,
+    load_tokenizer,
+    newest_model,
+    open_engine,
+    open_rewards,
+)
+from attnrl.launch.parts import check_parts, scoring_of
+from attnrl.launch.training import Say, check_loss, say_plainly
+from attnrl.types import (
+    Attempt,
+    Ids,
+    Prompt,
+    Request,
+    Rollout,
+    Sample,
+    Sampling,
+    ScoreRequest,
+    Scores,
+    Scoring,
+    Verdict,
+    as_floats,
+)
+
+if TYPE_CHECKING:
+    from attnrl.backend import Backend
+    from attnrl.data.records import Record
+    from attnrl.reward import Rewards
+
+Level = Literal["ok", "look", "wrong"]
+NO_LR = 1e-30  # a learning rate that moves no float32 weight above 1e-22, and no score at all
+GRADED = 5  # rows that are graded with gold and nonsense
+NONSENSE = "I have no idea. \\boxed{\\text{nothing of the kind}}"
+MEAN_GAP = {"float32": 1e-4, "bfloat16": 0.02}  # nats between sampler and learner that rounding explains
+SAME = 1e-6  # nats: scores of unchanged weights
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of a check."""
+
+    level: Level
+    about: str
+    said: str
+
+    def __str__(self) -> str:
+        first, *rest = self.said.split("\n")
+        return "\n".join([f"{self.level:<6}{self.about:<10}{first}", *(" " * 16 + line for line in rest)])
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was found so far; each is said at once."""
+
+    say: Say
+    rows: list[Finding] = field(default_factory=list)
+
+    def add(self, level: Level, about: str, said: str) -> None:
+        self.rows.append(Finding(level, about, said))
+        self.say(str(self.rows[-1]))
+
+    def ok(self, good: bool, about: str, said: str, otherwise: Level = "look") -> None:
+        self.add("ok" if good else otherwise, about, said)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """A few responses, scored."""
+
+    prompts: list[Prompt]  # of each rollout
+    rollouts: list[Rollout]
+    requests: list[ScoreRequest]
+    scores: list[Scores]
+    scoring: Scoring
+    rate: float  # tokens drawn a second
+
+    @property
+    def tokens(self) -> int:
+        """Of prompts and responses together."""
+        return sum(len(p.ids) + len(r.ids) for p, r in zip(self.prompts, self.rollouts, strict=True))
+
+
+def check(
+    config: Config | str,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    prompts: int = 2,
+    responses: int = 4,
+    say: Say = say_plainly,
+) -> list[Finding]:
+    """What a run of this config would meet, found in a minute: data, prompt, rewards, memory, a few responses, whether
+    sampler and learner agree, and whether an update at no learning rate leaves the policy as it is.
+
+    `responses` are drawn for each of `prompts` prompts. Nothing is written. A mistake in the config raises, as it
+    would in training.
+    """
+    if isinstance(config, str):
+        config = load_config(config, overrides)
+    elif overrides:
+        raise ConfigError("give overrides with a preset's name; a Config is taken as it is")
+    found = Findings(say)
+    bound = check_parts(config)
+    check_loss(config)
+    engine, rewards, path = find_engine(config), open_rewards(config), check_model(newest_model(config.model.path))
+    found.add("ok", "config", f"parts, loss, rewards and engine {config.engine.name!r} are there; model {path}")
+    about_data: list[str] = []
+    records = train_records(config, about_data.append)
+    tokenizer = load_tokenizer(path)
+    chosen, _ = prompt_stream(config, records, tokenizer, about_data.append).draw({}, prompts)
+    found.add("ok", "data", "\n".join([f"{len(records):,} rows", *about_data]))
+    look_at_prompt(chosen[0], tokenizer, found)
+    with rewards:
+        grade_golds(config, records, rewards, found)
+        forecast_memory(config, path, found)
+        still = config.model_copy(update={"update": config.update.model_copy(update={"lr": NO_LR})})
+        with open_engine(engine, still, path, tokenizer) as backend:
+            drawn = draw(config, bound, chosen, responses, backend, tokenizer)
+            verdicts = rewards.grade(attempts_of(drawn, decoder(tokenizer)))
+            look_at_responses(config, drawn, verdicts, tokenizer, found)
+            compare_logprobs(config, drawn, found)
+            rates = update_nothing(drawn, backend, found)
+    trees = bound["budget"](float(np.mean([v.right for v in verdicts])), config.algo.group)
+    forecast_time(config, drawn, trees, most_points(bound["rule"]) or 0, rates, found)
+    return found.rows
+
+
+def look_at_prompt(prompt: Prompt, tokenizer: Any, found: Findings) -> None:
+    """One prompt as the model will see it, special tokens and all."""
+    ids = prompt.ids.tolist()
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    said = f"{len(ids)} tokens, as the model sees them:\n{text}"
+    odd = []
+    if not getattr(tokenizer, "chat_template", None):
+        odd.append("the tokenizer has no chat template: this is the bare text")
+    if (unknown := getattr(tokenizer, "unk_token_id", None)) is not None and unknown in ids:
+        odd.append(f"{ids.count(unknown)} of its tokens are unknown to the tokenizer")
+    if (start := getattr(tokenizer, "bos_token_id", None)) is not None and ids[:2] == [start, start]:
+        odd.append("it begins with two start tokens")
+    found.ok(not odd, "prompt", "\n".join([said, *odd]))
+
+
+def grade_golds(config: Config, records: Sequence[Record], rewards: Rewards, found: Findings) -> None:
+    """Five rows over the whole of the data: their golds must be right, and nonsense must be wrong."""
+    places = sorted({round(i) for i in np.linspace(0, len(records) - 1, GRADED)})
+    rows = [records[i] for i in places]
+    golds = rewards.grade([_answer(row, f"The answer is \\boxed{{{row.answers[0]}}}.") for row in rows])
+    others = rewards.grade([_answer(row, NONSENSE) for row in rows])
+    refused = [row for row, verdict in zip(rows, golds, strict=True) if not verdict.right]
+    taken = [row for row, verdict in zip(rows, others, strict=True) if verdict.right]
+    lines = [f"{len(rows)} rows: {len(rows) - len(refused)} golds right, {len(rows) - len(taken)} times nonsense wrong"]
+    lines += [f"{row.where}: its own gold {row.answers[0]!r} is not right when boxed" for row in refused]
+    lines += [f"{row.where}: nonsense is right against {row.answers[0]!r}" for row in taken]
+    errors = {v.error for v in (*golds, *others) if v.error is not None}
+    lines += [f"error: {error}" for error in sorted(errors)]
+    own = ":" in config.reward[0].name  # what a reward of the user's own wants to read, nobody knows
+    bad = refused or taken or errors
+    found.ok(not bad, "reward", "\n".join(lines), "look" if own and not taken else "wrong")
+
+
+def _answer(row: Record, response: str) -> Attempt:
+    return Attempt(row.problem, row.answers, response, "stop", 20, row.info)
+
+
+def forecast_memory(config: Config, path: str, found: Findings) -> None:
+    """The memory of one device that holds it all, by item, beside what there is."""
+    if config.engine.name != "local":
+        found.add("look", "memory", f"not forecast: engine {config.engine.name!r} spreads it in its own way")
+        return
+    import torch
+
+    from attnrl.local.models import pick_device, pick_dtype
+
+    device = pick_device(config.engine.local.device)
+    cuda = device.type == "cuda"
+    there = float(torch.cuda.get_device_properties(device).total_memory if cuda else _host_bytes())
+    width = pick_dtype(config.model.dtype, device).itemsize
+    shape = shape_of(path, config.model)
+    rows = min(config.engine.local.rows, config.algo.prompts * config.algo.group)
+    items = memory(shape, config, weight_bytes=width, cached_rows=rows)
+    fixed = sum(items.values()) - items["cache"]
+    cache = min(items["cache"], max(0.0, (there - fixed) / 2)) if cuda else min(items["cache"], 4 * 2**30)
+    lines = [f"{(fixed + cache) / GB:.2f} GB of {there / GB:.0f} GB on {device} ({shape.weights:,} weights):"]
+    lines += [", ".join(f"{name} {size / GB:.2f}" for name, size in {**items, "cache": cache}.items() if size)]
+    if cache < items["cache"]:
+        lines.append(
+            f"{rows} responses of full length need a cache of {items['cache'] / GB:.1f} GB: fewer will run at a time"
+        )
+    if fixed > there:
+        lines.append(
+            "lower update.microbatch_tokens, set update.gradient_checkpointing, update.kl_weight = 0 or model.lora_rank"
+        )
+    found.add("wrong" if fixed > there else "look" if fixed + cache > 0.9 * there else "ok", "memory", "\n".join(lines))
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def draw(
+    config: Config,
+    bound: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    responses: int,
+    backend: Backend,
+    tokenizer: Any,
+) -> Drawn:
+    """Responses to each prompt, scored as in training; with what each phase ran over in a second."""
+    from attnrl.data.texts import TokenTexts
+
+    texts, limit = TokenTexts(tokenizer), config.sampling.max_response_tokens
+    owners = [prompt for prompt in prompts for _ in range(responses)]
+    requests = [Request(p.ids, limit, config.run.seed + i, f"{p.uid}/{i}") for i, p in enumerate(owners)]
+    sampling = Sampling(config.sampling.temperature)
+    backend.generate([replace(request, max_tokens=1) for request in requests], sampling)  # kernels are compiled here
+    begin = time.perf_counter()
+    rollouts = backend.generate(requests, sampling)
+    tokens = sum(len(r.ids) for r in rollouts)
+    rate = tokens / (time.perf_counter() - begin)
+    asked = [
+        ScoreRequest(p.ids, r.ids, bound["segmenter"](texts(r.ids))) for p, r in zip(owners, rollouts, strict=True)
+    ]
+    scoring = scoring_of(config, [bound["rule"], bound["filter"]]) or Scoring(
+        fci=False, temperature=config.sampling.temperature
+    )
+    return Drawn(owners, rollouts, asked, backend.score(asked, scoring), scoring, rate)
+
+
+def attempts_of(drawn: Drawn, decode: Callable[[Ids], str]) -> list[Attempt]:
+    return [
+        Attempt(p.problem, p.answers, decode(r.ids), r.finish, len(r.ids), p.row)
+        for p, r in zip(drawn.prompts, drawn.rollouts, strict=True)
+    ]
+
+
+def look_at_responses(
+    config: Config, drawn: Drawn, verdicts: Sequence[Verdict], tokenizer: Any, found: Findings
+) -> None:
+    """One response as it was drawn, and whether the few leave something to learn from."""
+    rollouts, limit = drawn.rollouts, config.sampling.max_response_tokens
+    cut, right = sum(r.finish == "length" for r in rollouts), sum(v.right for v in verdicts)
+    steps = float(np.median([len(request.steps) for request in drawn.requests]))
+    length = float(np.mean([len(r.ids) for r in rollouts]))
+    lines = [
+        f"{len(rollouts)} responses of {length:.0f} tokens on average in {steps:.0f} steps, {right} right, "
+        f"{cut} cut off at {limit} tokens; the first:",
+        tokenizer.decode(rollouts[0].ids.tolist(), skip_special_tokens=False),
+    ]
+    odd = []
+    if cut * 2 > len(rollouts):
+        odd.append("most were cut off and count as wrong: raise sampling.max_response_tokens")
+    if right in (0, len(rollouts)):
+        odd.append(f"all are {'right' if right else 'wrong'}: such prompts teach nothing; draw more with --prompts")
+    if drawn.scoring.fci and steps <= config.algo.delta:
+        odd.append(
+            f"responses have {steps:.0f} steps and algo.delta is {config.algo.delta}: no step can be branched at"
+        )
+    errors = sorted({v.error for v in verdicts if v.error is not None})
+    odd += [f"error of a reward: {error}" for error in errors]
+    found.add("wrong" if errors else "look" if odd else "ok", "responses", "\n".join([*lines, *odd]))
+
+
+def compare_logprobs(config: Config, drawn: Drawn, found: Findings) -> None:
+    """Log-probs of the tokens as the sampler drew them and as the scoring forward finds them."""
+    gaps = np.concatenate(
+        [np.abs(r.logprobs - s.logprobs) for r, s in zip(drawn.rollouts, drawn.scores, strict=True)]
+    ).astype(np.float64)
+    mean, bound = float(gaps.mean()), MEAN_GAP[dtype_of(config)]
+    level: Level = "ok" if mean <= bound else "look" if mean <= 10 * bound else "wrong"  # not a number: wrong
+    found.add(
+        level,
+        "agreement",
+        f"sampler and learner differ by {mean:.1e} nats a token on average, {gaps.max():.1e} at most "
+        f"(up to {bound:g} on average is rounding in {dtype_of(config)})",
+    )
+
+
+def dtype_of(config: Config) -> str:
+    """float32 or bfloat16, where it is "auto" as the local engine picks it."""
+    from attnrl.local.models import pick_device, pick_dtype
+
+    picked = pick_dtype(config.model.dtype, pick_device(config.engine.local.device))
+    return str(picked).removeprefix("torch.")
+
+
+def update_nothing(drawn: Drawn, backend: Backend, found: Findings) -> tuple[float, float]:
+    """An update at a learning rate of 1e-30: forward, backward, optimizer and the way back into the sampler run as in
+    training, and no float32 weight above 1e-22 moves; so scores must stay what they were. Returns the tokens a second
+    of scoring and update, each a second pass: the first one compiles.
+    """
+    samples = [
+        Sample(p.ids, r.ids, as_floats([1.0 if i % 2 else -1.0] * len(r.ids)), r.logprobs, p.uid)
+        for i, (p, r) in enumerate(zip(drawn.prompts, drawn.rollouts, strict=True))
+    ]
+    backend.update(samples)
+    begin = time.perf_counter()
+    metrics = backend.update(samples)
+    updated = time.perf_counter()
+    after = backend.score(drawn.requests, drawn.scoring)
+    scored = time.perf_counter()
+    moved = max(
+        float(np.abs(b.logprobs.astype(np.float64) - a.logprobs).max())
+        for a, b in zip(drawn.scores, after, strict=True)
+    )
+    norm, skipped = metrics.get("policy/grad_norm", float("nan")), metrics.get("policy/skipped_updates", 0.0)
+    lines = [f"at no learning rate: log-probs moved by {moved:.1e} nats at most; gradient norm {norm:.3g}"]
+    if skipped or not norm > 0:
+        lines.append("the gradient is not finite or nothing had one: the policy would not learn")
+    level: Level = "ok" if moved <= SAME else "look" if moved <= 1000 * SAME else "wrong"
+    found.add("wrong" if skipped or not norm > 0 else level, "update", "\n".join(lines))
+    return drawn.tokens / (scored - updated), drawn.tokens / (updated - begin)
+
+
+def forecast_time(
+    config: Config, drawn: Drawn, trees: float, points: int, rates: tuple[float, float], found: Findings
+) -> None:
+    """Tokens and seconds of an iteration, from the lengths of the few responses and the speed of drawing, scoring and
+    updating with them.
+    """
+    score_rate, update_rate = rates
+    length = float(np.mean([len(r.ids) for r in drawn.rollouts]))
+    prompt = float(np.mean([len(p.ids) for p in drawn.prompts]))
+    ahead = work(config, prompt=prompt, length=length, trees=trees, points=points)
+    seconds = {
+        "generate": ahead.generated / drawn.rate,
+        "score": ahead.scored / score_rate if drawn.scoring.fci else 0.0,
+        "update": ahead.trained / update_rate,
+    }
+    total = sum(seconds.values())
+    run = total * config.run.iterations
+    lines = [
+        f"about {time_span(total)} an iteration at most, {time_span(run)} for {config.run.iterations}: "
+        + ", ".join(f"{name} {time_span(spent)}" for name, spent in seconds.items() if spent),
+        f"{ahead.generated:,.0f} tokens drawn at {drawn.rate:,.0f} a second, {ahead.trained:,.0f} trained on "
+        f"at {update_rate:,.0f}; measured on {len(drawn.rollouts)} responses, full batches run faster",
+    ]
+    found.add("ok", "time", "\n".join(lines))

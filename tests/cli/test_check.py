@@ -1,0 +1,208 @@
+"""`attnrl check`: what is well is said to be, and each planted fault is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import attnrl
+from attnrl.cli import run
+from attnrl.config import ModelConfig, load_config
+from attnrl.launch.forecast import GB, Shape, activations, cache_bytes, memory, shape_of, work
+from attnrl.launch.models import model_path
+from attnrl.local.models import load_weights
+
+SMALL = {"data.train_tasks": 40, "algo.group": 2}
+
+ENGINES = '''
+import torch
+from dataclasses import replace
+
+from attnrl.local.backend import LocalBackend, build
+
+
+def off(config, *, model, tokenizer, learn=True, by):
+    """Draws with log-probs that are not those of the distribution drawn from."""
+    engine = build(config, model=model, tokenizer=tokenizer, learn=learn)
+    draw = engine.generate
+    engine.generate = lambda *args: [replace(r, logprobs=r.logprobs - by) for r in draw(*args)]
+    return engine
+
+
+def moving(config, *, model, tokenizer, learn=True, by):
+    """Moves weights in an update whatever the learning rate."""
+    engine = build(config, model=model, tokenizer=tokenizer, learn=learn)
+    update = engine.update
+
+    def move(samples):
+        metrics = update(samples)
+        with torch.no_grad():
+            for weight in engine.model.parameters():
+                weight.mul_(1 + by)
+        return metrics
+
+    engine.update = move
+    return engine
+
+
+def everything_is_right(attempts):
+    return [1.0] * len(attempts)
+
+
+def broken(attempts):
+    raise KeyError("no column of that name")
+'''
+
+
+def levels(found: list) -> dict[str, str]:
+    return {finding.about: finding.level for finding in found}
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "faulty.py").write_text(ENGINES, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("faulty", None)
+
+
+def test_the_demo_is_well(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(Path(attnrl.__file__).parents[1])}
+    command = [sys.executable, "-m", "attnrl", "check", "demo", "--data.train-tasks", "40", "--prompts", "3"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = {line.split()[1]: line.split()[0] for line in done.stdout.splitlines() if line[:1] != " "}
+    assert set(said) == {
+        "config", "data", "prompt", "reward", "memory", "responses", "agreement", "update", "time",
+    }  # fmt: skip
+    assert "wrong" not in said.values()
+    assert "5 rows: 5 golds right, 5 times nonsense wrong" in done.stdout
+    assert "All counts are modulo 11." in done.stdout  # the prompt as it is
+    assert "12 responses" in done.stdout
+    assert "1,124,736 weights" in done.stdout
+    assert list(tmp_path.iterdir()) == []  # nothing is written
+
+
+def test_a_sampler_whose_logprobs_are_not_the_learners_is_found(own, capsys):
+    flags = ["--engine.name", "faulty:off", "--engine.options", "{by = 0.5}", "--prompts", "1", "--responses", "2"]
+    assert run(["check", "demo", "--data.train-tasks", "40", *flags]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wrong")]
+    assert len(lines) == 1
+    assert "sampler and learner differ by 5.0e-01 nats" in lines[0]
+
+
+@pytest.mark.parametrize(("by", "level"), [(1e-6, "look"), (1e-2, "wrong")])
+def test_an_update_that_moves_the_policy_at_no_learning_rate_is_found(own, by, level):
+    options = {**SMALL, "engine.name": "faulty:moving", "engine.options": {"by": by}}
+    found = attnrl.check("demo", overrides=options, prompts=1, responses=2, say=lambda text: None)
+    assert levels(found)["update"] == level
+    assert levels(found)["agreement"] == "ok"
+
+
+def test_rewards_that_take_nonsense_or_raise_are_found(own):
+    for name, words in (("everything_is_right", "nonsense is right"), ("broken", "no column of that name")):
+        said: list[str] = []
+        overrides = {**SMALL, "reward": f"faulty:{name}", "verify.max_error_share": 1.0}
+        found = attnrl.check("demo", overrides=overrides, prompts=1, responses=2, say=said.append)
+        assert levels(found)["reward"] != "ok"
+        assert any(words in line for line in said)
+        assert any(finding.level == "wrong" for finding in found)
+
+
+def test_a_gold_that_its_own_reward_refuses_is_named_by_row(own, capsys):
+    rows = [{"problem": "All counts are modulo 11.\n- mugs = 3\nHow many mugs are there?", "answer": "3"}]
+    rows.append({**rows[0], "problem": rows[0]["problem"].replace("3", "4"), "answer": "3} or not"})
+    (own / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(["check", "demo", "--data.train", "rows.jsonl", "--prompts", "1", "--responses", "1"]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "is not right when boxed" in line]
+    assert "rows.jsonl:2" in line
+
+
+def test_responses_that_are_cut_off_are_said_to_teach_nothing(own):
+    said: list[str] = []
+    overrides = {**SMALL, "sampling.max_response_tokens": 8}
+    found = attnrl.check("demo", overrides=overrides, prompts=1, responses=2, say=said.append)
+    assert levels(found)["responses"] == "look"
+    text = "\n".join(said)
+    for words in ("most were cut off", "all are wrong", "no step can be branched at"):
+        assert words in text
+
+
+SHAPE = Shape(1000, 1000, layers=2, width=8, heads=4, kv_heads=2, head_size=2, inner=16, vocabulary=10)
+TINY = {
+    "data.max_prompt_tokens": 4,
+    "sampling.max_response_tokens": 16,
+    "update.microbatch_tokens": 32,
+    "update.logit_chunk_tokens": 5,
+    "update.gradient_checkpointing": False,
+}
+
+
+def test_memory_by_hand():
+    config = load_config("", TINY)
+    items = memory(SHAPE, config, weight_bytes=2, cached_rows=3)
+    assert items["weights"] == items["reference"] == 2000
+    assert (items["float32 masters"], items["Adam"], items["gradients"]) == (4000, 8000, 4000)
+    # keys and values: 2 x 2 layers x 2 heads x 2 wide x 2 bytes = 32 a token; 3 rows of 4 + 16 tokens
+    assert cache_bytes(SHAPE, 2) == 32
+    assert items["cache"] == 3 * 20 * 32
+    # a layer and token: 2 x (4 x 16 + 2 x (4 + 2) x 2) = 176, norms 2 x 8 x 8 = 128; logits 3 x 4 bytes x 5 x 10
+    assert items["activations"] == 32 * 2 * (176 + 128) + 600
+    checkpointed = load_config("", {**TINY, "update.gradient_checkpointing": True})
+    assert activations(SHAPE, checkpointed, weight_bytes=2) == 32 * (2 * 8 * 2 + 304 + 3 * 16 * 2) + 600
+    # a response longer than the microbatch is a microbatch of its own
+    longer = load_config("", {**TINY, "sampling.max_response_tokens": 60})
+    assert activations(SHAPE, longer, weight_bytes=2) == 64 * 2 * 304 + 600
+    plain = memory(SHAPE, load_config("", {"update.kl_weight": 0.0}), weight_bytes=4)
+    assert plain["float32 masters"] == plain["reference"] == plain["cache"] == 0
+
+
+def test_tokens_of_an_iteration_by_hand():
+    config = load_config("", {"algo.prompts": 10, "algo.group": 6, "algo.width": 2})
+    ahead = work(config, prompt=100, length=1000, trees=4, points=2)
+    assert ahead.generated == 10 * 6 * 1000 + 10 * 4 * 2 * 2 * 500
+    assert ahead.scored == 60 * 1100
+    assert ahead.trained == 10 * (6 + 16) * 1100
+
+
+def test_weights_are_counted_without_loading_them():
+    path = model_path("demo")
+    loaded = load_weights(path, device="cpu", dtype="float32")
+    shape = shape_of(path, ModelConfig(path="demo"))
+    assert shape.weights == shape.trained == sum(p.numel() for p in loaded.parameters())
+    # by hand: 32 wide heads, one of keys and values, in a model of width 160
+    assert (shape.width, shape.heads, shape.kv_heads, shape.head_size) == (160, 5, 1, 32)
+
+
+def test_trained_weights_of_adapters_are_counted_as_peft_makes_them():
+    pytest.importorskip("peft")
+    from attnrl.local.models import add_lora
+
+    options = ModelConfig(path="demo", lora_rank=4)
+    path = model_path("demo")
+    adapted = add_lora(load_weights(path, device="cpu", dtype="float32"), options, seed=0)
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert shape_of(path, options).trained == trained > 0
+
+
+@pytest.mark.parametrize(("checkpointing", "measured_gb"), [(True, 37), (False, 78)])
+def test_the_forecast_is_near_what_was_measured_at_1p5b(checkpointing, measured_gb):
+    """One H200, commit d9ecc0b, reference on, microbatch 16,384, responses of 2,048 tokens: 37 and 78 GB."""
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(
+        hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        intermediate_size=8960, vocab_size=151936, tie_word_embeddings=True,
+    )  # fmt: skip
+    settings = {"sampling.max_response_tokens": 2048, "update.gradient_checkpointing": checkpointing}
+    shape = shape_of(config, ModelConfig())
+    assert shape.weights == 1_543_714_304
+    total = sum(memory(shape, load_config("", settings), weight_bytes=torch.bfloat16.itemsize).values())
+    assert total / GB == pytest.approx(measured_gb, rel=0.05)
