@@ -10,7 +10,7 @@ from rich.console import Console
 from attnrl.algo.health import complaint
 from attnrl.config import Config
 
-HEADER = " prompts accuracy valid samples length  cut steps entropy     kl  grad  tok/s    eta"  # after the iteration
+HEADER = " prompts  right valid train length  cut steps entropy     kl tok/s    eta"  # after the iteration
 LOOK = (3, 10)  # a run that does not learn says so after so many iterations, and every so many after that
 
 
@@ -51,12 +51,11 @@ def _line(m: dict[str, float], done: int, iterations: int, left: float) -> str:
     speed = m.get("generate/tokens", 0.0) / max(m.get("seconds/generate", 0.0), 1e-9)
     return (
         f"{done:>{len(str(iterations))}}/{iterations}"
-        f"{m.get('batch/prompts', 0):>8.0f}{m.get('trunks/accuracy', 0):>9.1%}"
-        f"{m.get('both/valid', m.get('trunks/valid', 0)):>6.0%}{m.get('train/samples', 0):>8.0f}"
+        f"{m.get('batch/prompts', 0):>8.0f}{m.get('trunks/accuracy', 0):>7.1%}"
+        f"{m.get('both/valid', m.get('trunks/valid', 0)):>6.0%}{m.get('train/samples', 0):>6.0f}"
         f"{m.get('generate/length', 0):>7.0f}{m.get('generate/truncated_share', 0):>5.0%}"
         f"{m.get('trunks/steps', 0):>6.1f}{m.get('policy/entropy', float('nan')):>8.3f}"
-        f"{m.get('policy/kl', float('nan')):>7.4f}{m.get('policy/grad_norm', float('nan')):>6.2f}{speed:>7.0f}"
-        f"{time_span(left):>7}"
+        f"{m.get('policy/kl', float('nan')):>7.4f}{speed:>6.0f}{time_span(left):>7}"
     )
 
 

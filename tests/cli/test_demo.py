@@ -6,14 +6,15 @@ import io
 from pathlib import Path
 
 import pytest
-from attnrl.cli.console import console_line
 from rich.console import Console
 
 from attnrl import cli
 from attnrl.cli.demo import choose_place, summary
-from attnrl.cli.train import _trackers
 from attnrl.config import Config, load_config
-from attnrl.run import check_run, open_run
+from attnrl.console import console_line
+from attnrl.errors import ConfigError
+from attnrl.launch import train
+from attnrl.run import open_run
 from attnrl.types import State
 from fakes import FakeBackend
 
@@ -81,10 +82,15 @@ def test_a_resumed_run_tells_its_trackers_what_comes_again(
     checkpoint: int | None, said: str, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = []
-    monkeypatch.setattr("attnrl.cli.train.open_trackers", lambda *_, **known: told.append(known) or [])
+
+    def stop(*_: object, **known: int) -> None:
+        told.append(known)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr("attnrl.launch.training.open_trackers", stop)
     make_run(tmp_path, DEMO["demo"], recorded=7, checkpoint=checkpoint)
-    state = check_run(tmp_path, DEMO["demo"].model_dump(mode="json"), resume=True)
-    _trackers(DEMO["demo"], tmp_path, state)
+    with pytest.raises(ConfigError, match="far enough"):
+        train(DEMO["demo"], tmp_path, resume=True)
     assert told == [{"kept": -1 if checkpoint is None else checkpoint, "recorded": 7}]
     assert said in capsys.readouterr().out
 
@@ -119,8 +125,9 @@ def test_the_line_of_an_iteration_fits_80_columns() -> None:
     shown = {"iteration": 8.0, "train/samples": 1920.0, "batch/prompts": 256.0, "trunks/accuracy": 1.0}
     shown |= {"both/valid": 1.0, "generate/length": 8192.0, "policy/entropy": 0.312, "policy/kl": 0.0123}
     shown |= {"policy/grad_norm": 12.345, "generate/tokens": 6e6, "seconds/generate": 100.0, "seconds/iteration": 200.0}
-    console_line(500, Console(file=out, width=80))(shown)
+    shown |= {"generate/truncated_share": 1.0, "trunks/steps": 312.4}
+    console_line(load_config("attnrl_1p5b"), Console(file=out, width=80))(shown)
     header, line = out.getvalue().splitlines()
     assert len(header) == len(line) == 80
-    assert " ".join(header.split()) == "prompts accuracy valid samples length entropy kl grad tok/s eta"
-    assert " ".join(line.split()) == "8/500 256 100.0% 100% 1920 8192 0.312 0.0123 12.35 60000 27h20m"
+    assert " ".join(header.split()) == "prompts right valid train length cut steps entropy kl tok/s eta"
+    assert " ".join(line.split()) == "8/500 256 100.0% 100% 1920 8192 100% 312.4 0.312 0.0123 60000 27h20m"

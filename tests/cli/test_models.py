@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from attnrl.cli.assemble import build_evaluate, evaluation_records, model_path, newest_model
 
 from attnrl import cli
-from attnrl.cli.eval import known_settings
 from attnrl.config import TaskConfig, load_config
 from attnrl.data.tasks import make_tasks
 from attnrl.errors import MissingFileError
+from attnrl.launch import train
+from attnrl.launch.evaluating import settings_of
+from attnrl.launch.models import model_path, newest_model
 
 
 def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -31,32 +32,29 @@ def test_a_trained_model_is_evaluated_as_its_run_was(tmp_path: Path, monkeypatch
     (tmp_path / "config.json").write_text(config.model_dump_json())
     monkeypatch.chdir(tmp_path / "checkpoints")
     for name in (tmp_path, tmp_path / "checkpoints/000010/model", "../checkpoints/000010/model"):
-        known = known_settings(str(name))
-        assert known is not None
-        assert (known[1].benchmarks, known[1].tasks.modulus, known[1].temperature) == ("tasks", 7, 0.5)
-        assert (known[1].template, known[1].max_tokens, known[1].samples) == ("{problem}", 200, 2)
-    assert known_settings("model") is None
-    assert known_settings("owner/model") is None
+        where, known = settings_of(str(name), {"evaluation.tasks": 3})
+        assert where.endswith("config.json")
+        wanted = known.evaluation
+        assert (wanted.benchmarks, known.data.tasks.modulus, wanted.temperature) == (("tasks",), 7, 0.5)
+        assert (known.data.template, wanted.max_response_tokens, wanted.samples) == ("{problem}", 200, 2)
+        assert wanted.tasks == 3
+    assert settings_of("model") == settings_of("owner/model") == ("", load_config(""))
 
 
 def test_a_warmed_up_model_is_evaluated_on_its_own_tasks() -> None:
-    known = known_settings(model_path("demo"))  # by its directory: the name "demo" takes the preset
-    assert known is not None
-    assert (known[1].benchmarks, known[1].tasks.modulus, known[1].tasks.wording) == ("tasks", 11, "equations")
+    where, known = settings_of(model_path("demo"))  # by its directory: the name "demo" takes the preset
+    assert where.endswith("warmup.json")
+    tasks = known.data.tasks
+    assert (known.evaluation.benchmarks, tasks.modulus, tasks.wording) == (("tasks",), 11, "equations")
 
 
 def test_the_demo_model_by_name_gives_the_number_that_training_begins_with(tmp_path: Path, capsys) -> None:
-    from attnrl.local.backend import backend_from_config
-    from attnrl.verify import Verifier
-
-    config = load_config("demo", {"evaluation.tasks": 12})
-    backend = backend_from_config(config, model=model_path("demo"))
-    with Verifier(workers=1) as verifier:
-        begun = build_evaluate(config, evaluation_records(config), backend, verifier)(0)
-    argv = ["eval", "--model", "demo", "--task-count", "12", "--output", str(tmp_path)]
+    small = {"evaluation.tasks": 12, "algo.prompts": 1, "algo.group": 2, "run.iterations": 1}
+    begun = train("demo", tmp_path / "run", overrides=small).metrics[0]
+    argv = ["eval", "--model", "demo", "--task-count", "12", "--output", str(tmp_path / "results")]
     assert cli.run(argv) == 0
     assert "settings from preset demo" in capsys.readouterr().out
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = json.loads((tmp_path / "results/results.json").read_text())
     assert results["benchmarks"]["tasks"]["pass@1"] == begun["eval/tasks/pass@1"]
     assert 0.3 < begun["eval/tasks/pass@1"] < 1
     assert cli.run([*argv, "--temperature", "0"]) == 2  # a flag overrules, and another setting is refused here
