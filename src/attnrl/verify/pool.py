@@ -73,6 +73,7 @@ class Process:
     popen: subprocess.Popen[bytes] | None = None
     buffer: bytes = b""
     asked: int = 0
+    over: bool = False  # no further one is started
 
     def start(self) -> None:
         root = str(Path(__file__).resolve().parents[2])
@@ -108,7 +109,11 @@ class Process:
         for tries_left in reversed(range(STARTS)):
             self.kill()
             try:
-                self.start()
+                if not self.over:
+                    self.start()
+                if self.over:  # before, or while it started
+                    self.kill()
+                    raise NoWorkerError("it was closed")
                 return
             except NoWorkerError:
                 if not tries_left:
@@ -187,6 +192,13 @@ class Process:
         for pipe in (popen.stdin, popen.stdout):
             if pipe:
                 pipe.close()
+
+    def give_up(self) -> None:
+        """From another thread: the question at hand is answered with an error, and no other one taken."""
+        self.over = True
+        popen = self.popen
+        if popen is not None:
+            popen.kill()
 
     def forget(self) -> None:
         """In a forked child: closes the inherited pipes, leaves the parent's worker alone."""
@@ -296,11 +308,11 @@ class Pool:
         return [p.popen.pid for p in list(self.processes) if p.popen is not None]
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the workers; questions still waiting are answered first, or given up where `wait` is False."""
+        """Ends the workers; questions at hand and waiting are answered first, or given up where `wait` is False."""
         with self.lock:
             threads, self.threads = self.threads, []
             jobs, self.jobs = self.jobs, queue.SimpleQueue()
-            self.processes = []
+            processes, self.processes = self.processes, []
         while not wait and not jobs.empty():
             try:
                 given_up = jobs.get_nowait()
@@ -308,6 +320,8 @@ class Pool:
                 break
             assert given_up is not None
             self._resolve(given_up, Reply(error="broken", message="the pool was closed"))
+        for process in processes if not wait else ():
+            process.give_up()
         for _ in threads:
             jobs.put(None)
         for thread in threads:

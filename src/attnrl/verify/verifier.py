@@ -92,7 +92,7 @@ class Verifier:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(wait=kind is None)
 
     def close(self, *, wait: bool = True) -> None:
         """Ends the worker processes, without `wait` before they come to what waits; a later call starts new ones."""
