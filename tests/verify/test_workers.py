@@ -39,7 +39,7 @@ def make(log, fail=None):
             file.write(f"{do}\\n")
         times = Path(log).read_text().splitlines().count(do)
         if do == "kill" and times <= values[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, values[1] if len(values) > 1 else "SIGKILL"))
         if do == "die" and times <= values[0]:
             os.kill(os.getpid(), getattr(signal, values[1])) if len(values) > 1 else os._exit(3)
         if do == "raise":
@@ -93,11 +93,11 @@ def test_a_question_larger_than_a_pipe_arrives_whole(log: Path) -> None:
     pool.close()
 
 
-@pytest.mark.parametrize("kills", [1, 7])
-def test_a_worker_killed_by_somebody_costs_a_try_and_no_answer(log: Path, kills: int) -> None:
+@pytest.mark.parametrize(("kills", "how"), [(1, "SIGKILL"), (7, "SIGKILL"), (4, "SIGTERM")])
+def test_a_worker_killed_by_somebody_costs_a_try_and_no_answer(log: Path, kills: int, how: str) -> None:
     assert kills < KILLS
     pool = pool_of(log)
-    assert ask(pool, "kill", kills).value["values"] == [kills]
+    assert ask(pool, "kill", kills, how).value["values"] == [kills, how]
     assert starts(log) == kills + 1
     pool.close()
 
@@ -161,6 +161,7 @@ def test_the_wall_limit_is_the_questions_own_or_the_pools(log: Path) -> None:
     reply = ask(pool, "sleep", 60)
     assert (reply.error, reply.ours) == ("timeout", False)
     assert "0.3 s" in reply.message
+    assert pool.pids() == [], "what hangs is killed"
     assert log.read_text().splitlines().count("sleep") == 1, "a question that hangs is not asked again"
     assert ask(pool, "sleep", 0.6, limit=20).value["values"] == [0.6]
     pool.close()
@@ -261,8 +262,9 @@ def test_closed_workers_are_gone_and_the_next_question_starts_another(log: Path)
 def test_no_more_workers_than_questions_or_than_allowed(log: Path) -> None:
     pool = pool_of(log, workers=2)
     assert pool.pids() == []
-    ask(pool, "echo")
-    assert len(pool.pids()) == 1
+    for _ in range(3):  # one after the other
+        ask(pool, "echo")
+        assert len(pool.pids()) == 1
     for reply in [pool.submit(["sleep", 0.3]) for _ in range(6)]:
         reply.result(JOIN)
     assert len(pool.pids()) == 2
