@@ -133,6 +133,8 @@ def test_no_knob_is_declared_twice() -> None:
         "WarmupOptions",  # a supervised training has a learning rate and a budget of its own
         "DataFlags.clean",  # a file to write
         "TasksFlags.tasks",  # the section itself
+        "ReportFlags.iterations",  # which of a run's to show
+        "CheckFlags.prompts",  # how many to look at
         "WarmupFlags.template",  # of the user's own pairs
     }
 

@@ -16,7 +16,7 @@ import json
 from typing import Any
 
 from attnrl.cli.flags import describe_keys, read_flags, show, wants_help
-from attnrl.config import Section, load_config
+from attnrl.config import Config, Section, load_config
 from attnrl.launch.parts import check_parts
 
 
@@ -34,30 +34,34 @@ def main(argv: list[str]) -> int:
     flags, overrides = read_flags(ConfigFlags, argv, str(__doc__), short={}, words="preset")
     config = load_config(flags.preset, overrides)
     check_parts(config)
-    show(to_toml(config.model_dump(mode="json")))
+    show(to_toml(config.model_dump(mode="json"), Config().model_dump(mode="json")))
     return 0
 
 
-def to_toml(values: dict[str, Any], prefix: str = "") -> str:
-    """Nested values as TOML; keys without a value (none) as comments.
+def to_toml(values: dict[str, Any], defaults: dict[str, Any], prefix: str = "") -> str:
+    """Nested values as TOML; keys without a value as "none", in a comment where that is the default.
 
-    >>> print(to_toml({"about": "x", "algo": {"points": 2, "rule_options": {"a": 1}, "cap": None}}))
+    >>> values = {"about": "x", "algo": {"points": 2, "rule_options": {"a": 1}, "cap": None, "parts": None}}
+    >>> print(to_toml(values, {"algo": {"parts": 2}}))
     about = "x"
     <BLANKLINE>
     [algo]
     points = 2
     rule_options = {a = 1}
-    # cap = none
+    # cap = "none"
+    parts = "none"
     """
     plain = {k: v for k, v in values.items() if not isinstance(v, dict) or k.endswith("options") or k == "columns"}
-    lines = [f"# {k} = none" if v is None else f"{k} = {_value(v)}" for k, v in plain.items()]
+    lines = [f"{'# ' * (v is None and defaults.get(k) is None)}{k} = {_value(v)}" for k, v in plain.items()]
     for name, section in values.items():
         if name not in plain:
-            lines += ["", f"[{prefix}{name}]", to_toml(section, f"{prefix}{name}.")]
+            lines += ["", f"[{prefix}{name}]", to_toml(section, defaults.get(name) or {}, f"{prefix}{name}.")]
     return "\n".join(lines)
 
 
 def _value(value: Any) -> str:
+    if value is None:
+        return '"none"'
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):

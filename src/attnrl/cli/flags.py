@@ -69,7 +69,9 @@ def read_flags(
             text = rest.pop(0)
         values[name if section is kind else key] = read_value(text, wanted)
     if given and not words:
-        raise ConfigError(f"takes no arguments, got {given[0]!r}; `{' '.join(about.split()[:2])} --help` shows the flags")
+        raise ConfigError(
+            f"takes no arguments, got {given[0]!r}; `{' '.join(about.split()[:2])} --help` shows the flags"
+        )
     if given:
         is_list = _is_list(annotation(kind, words))
         if len(given) > 1 and not is_list:
