@@ -30,7 +30,9 @@ def files(tmp_path):
 def test_report_and_clean_file(files, capsys):
     train, held_out, folder = files
     assert (
-        main([str(train), "--against", str(held_out), "--json-file", f"{folder}/r.json", "--clean", f"{folder}/c.jsonl"])
+        main(
+            [str(train), "--against", str(held_out), "--json-file", f"{folder}/r.json", "--clean", f"{folder}/c.jsonl"]
+        )
         == 0
     )
     shown = capsys.readouterr().out
