@@ -9,6 +9,8 @@ forests (forests/*.parquet) the trunks are scored. The output has one row per
 step: row (of the input, from 1), step, start, stop (token range in the
 response), text, fci, entropy (mean over the step's tokens, nats), position_null
 (the FCI of uniform attention), thinking, branch_point, and why a step is none.
+With --html also a page to look at: steps shaded by FCI, beside the position
+null, the entropy and the step-to-step attention of the head that decides.
 
 Examples:
   attnrl score --model Qwen/Qwen3-0.6B --input responses.jsonl \\
@@ -23,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
 from rich.console import Console
 
 from attnrl.cli.flags import read_flags
@@ -59,6 +62,10 @@ class ScoreFlags(Section):
     """The parquet file to write."""
     chat: bool = False
     """The prompts are a user's words: put them in the model's chat template first."""
+    html: Path | None = None
+    """A page of the responses to look at, one HTML file."""
+    html_rows: int = Field(12, ge=1)
+    """How many responses that page shows, from the first on."""
 
 
 def main(argv: list[str]) -> int:
@@ -78,6 +85,13 @@ def main(argv: list[str]) -> int:
         to_table({"row": n, **step} for n, s in zip(numbers, scored, strict=True) for step in s.steps), flags.output
     )
     summary(Console(), flags.output, scored, metrics, config.algo.delta)
+    if flags.html is not None:
+        from attnrl.analysis.page import write_whole
+        from attnrl.launch.looking import score_page
+
+        first = scored[: flags.html_rows]
+        names = [f"{flags.input.name}, row {number}" for number in numbers[: len(first)]]
+        print(f"page: {write_whole(score_page(flags.model, first, names, config), flags.html)}")
     return 0
 
 
