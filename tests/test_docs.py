@@ -13,7 +13,7 @@ import pytest
 from attnrl.config import load_config
 from attnrl.errors import ConfigError
 from attnrl.launch.parts import check_parts
-from attnrl.types import Forest, Prompt, Rollout, Sample, Scores, Step, Tree, Trunk, Verdict, as_floats, as_ids
+from attnrl.types import Forest, Group, Prompt, Rollout, Sample, Scores, Step, Tree, Trunk, Verdict, as_floats, as_ids
 
 ROOT = Path(__file__).parent.parent
 METHOD = (ROOT / "docs/method.md").read_text(encoding="utf-8")
@@ -115,3 +115,28 @@ def test_own_credit_and_loss_run_by_their_names(own_files):
     found = loss(torch.log(torch.tensor([2.0, 1.2])), torch.zeros(2), torch.tensor([1.0, -1.0]), torch.tensor([2]))
     assert found.loss_N.tolist() == pytest.approx([-2.0 + 3.0, 1.2 + 3 * 0.04])
     assert found.marks["clip_high"].tolist() == [True, False]
+
+
+def test_own_filter_remembers_what_it_kept(own_files):
+    parts = check_parts(load_config(str(own_files / "mine.toml")))
+    groups = [Group(Prompt(uid, as_ids([1]), ("1",)), (example_trunk(1.0),)) for uid in ("a", "b")]
+    first = parts["filter"](groups, {"b": 1})  # most = 1 came from the preset
+    assert first.mask == (True, False)
+    assert first.reasons == ("", "seen 1 times")
+    assert first.memory == {"a": 1, "b": 1}
+    assert parts["filter"](groups, first.memory).mask == (False, False)
+
+
+def test_nothing_of_the_preset_reads_fci_so_it_is_not_asked_for(own_files):
+    from attnrl.launch.parts import scoring_of
+
+    config = load_config(str(own_files / "mine.toml"))
+    parts = check_parts(config)
+    assert scoring_of(config, [parts["rule"], parts["filter"]]) is None
+
+
+def test_the_page_has_every_part(own_files):
+    kinds = re.findall(r"^\| (\w+): ", EXTENDING, flags=re.MULTILINE)
+    assert kinds == [
+        "segmenter", "rule", "filter", "budget", "estimator", "credit", "loss", "reward", "schedule", "engine",
+    ]  # fmt: skip

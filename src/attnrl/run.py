@@ -48,7 +48,7 @@ class Run:
     """A run directory, open for writing."""
 
     path: Path
-    lock: IO[str] | None = None  # held while the process lives, however it ends
+    lock: IO[str] | None = None  # held until it is closed or the process ends, however that happens
 
     @property
     def metrics_file(self) -> Path:
@@ -58,6 +58,11 @@ class Run:
     def checkpoints(self) -> list[Path]:
         """Finished checkpoints, oldest first."""
         return sorted(p for p in (self.path / "checkpoints").glob("[0-9]*") if p.is_dir())
+
+    def close(self) -> None:
+        """Lets go of the directory: the same process may open it again."""
+        if self.lock is not None:
+            self.lock.close()
 
     def log(self, metrics: dict[str, float]) -> None:
         """Append one iteration's metrics, durably."""

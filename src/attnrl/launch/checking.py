@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -104,7 +105,7 @@ class Drawn:
 
 
 def check(
-    config: Config | str,
+    config: Config | str | Path,
     *,
     overrides: Mapping[str, Any] | None = None,
     prompts: int = 2,
@@ -117,8 +118,8 @@ def check(
     `responses` are drawn for each of `prompts` prompts. Nothing is written. A mistake in the config raises, as it
     would in training.
     """
-    if isinstance(config, str):
-        config = load_config(config, overrides)
+    if not isinstance(config, Config):
+        config = load_config(str(config), overrides)
     elif overrides:
         raise ConfigError("give overrides with a preset's name; a Config is taken as it is")
     found = Findings(say)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: str,
+    model: str | Path,
     *,
     config: Config | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -48,6 +48,7 @@ def evaluate(
     from attnrl.evaluation import check_samples
     from attnrl.evaluation import evaluate as measure
 
+    model = str(model)
     if config is None:
         config = settings_of(model, overrides)[1]
     elif overrides:

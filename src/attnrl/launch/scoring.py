@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ class Scored:
 
 
 def score(
-    model: str,
+    model: str | Path,
     responses: Sequence[Row | tuple[str, str]],
     *,
     config: Config | None = None,
@@ -50,7 +51,7 @@ def score(
     elif overrides:
         raise ConfigError("give overrides or a whole config, not both")
     bound = check_parts(config)
-    engine, path = find_engine(config), check_model(newest_model(model))
+    engine, path = find_engine(config), check_model(newest_model(str(model)))
     rows = [row if isinstance(row, Mapping) else {"prompt": row[0], "response": row[1]} for row in responses]
     tokenizer = load_tokenizer(path)
     from attnrl.data.texts import TokenTexts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class Trained:
 
 
 def train(
-    config: Config | str | None = None,
+    config: Config | str | Path | None = None,
     run_dir: str | Path = "",
     *,
     resume: bool = False,
@@ -81,13 +82,16 @@ def train(
         return Trained(run_dir, state)
     records = train_records(config, say)
     held_out = evaluation_records(config) if config.evaluation.every else {}
-    run = open_run(run_dir, values, resume=resume)
-    say_where_it_goes_on(run_dir, state, say)
-    watching = [console_line(config), *trackers_of(config, run_dir, state), *observers]
     tokenizer = load_tokenizer(model)
     stream = prompt_stream(config, records, tokenizer, say)
     held_out_prompts = evaluation_prompts(config, held_out, tokenizer)
-    with rewards, open_engine(engine, config, model, tokenizer) as backend:
+    with (
+        closing(open_run(run_dir, values, resume=resume)) as run,
+        rewards,
+        open_engine(engine, config, model, tokenizer) as backend,
+    ):
+        say_where_it_goes_on(run_dir, state, say)
+        watching = [console_line(config), *trackers_of(config, run_dir, state), *observers]
         parts = build_parts(config, bound, backend, stream, tokenizer, rewards.grade)
         state = loop(
             parts,
@@ -110,7 +114,7 @@ def train(
 
 
 def resolve(
-    config: Config | str | None, run_dir: Path, *, resume: bool, overrides: Mapping[str, Any] | None = None
+    config: Config | str | Path | None, run_dir: Path, *, resume: bool, overrides: Mapping[str, Any] | None = None
 ) -> Config:
     """The config of a run: a preset's, or the run's own where it goes on; a run directory as model.path stands for its
     newest checkpoint, written out so that a resumed run starts from the same one.
@@ -121,8 +125,8 @@ def resolve(
         if not (run_dir / "config.json").is_file():
             raise MissingFileError(f"--run-dir {run_dir} holds no run to go on with; give a preset to begin one")
         config = load_config(str(run_dir / "config.json"), overrides)
-    elif isinstance(config, str):
-        config = load_config(config, overrides)
+    elif not isinstance(config, Config):
+        config = load_config(str(config), overrides)
     elif overrides:
         raise ConfigError("give overrides with a preset's name; a Config is taken as it is")
     path = newest_model(config.model.path)

@@ -1,0 +1,135 @@
+"""The tables of docs/own_model.md: what `attnrl check` would forecast for three sizes of Qwen2 models.
+
+    python benchmarks/forecast.py
+
+Arithmetic only (attnrl.launch.forecast): no weights are loaded and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from attnrl.config import ModelConfig, load_config
+from attnrl.launch.forecast import GB, memory, shape_of, work
+
+SIZES: dict[str, dict[str, Any]] = {  # of Qwen2.5-0.5B, DeepSeek-R1-Distill-Qwen-1.5B and -7B
+    "0.5B": {
+        "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "1.5B": {
+        "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+        "intermediate_size": 8960, "vocab_size": 151936, "tie_word_embeddings": False,
+    },
+    "7B": {
+        "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+SETTINGS: dict[str, dict[str, Any]] = {
+    "as preset": {},
+    "kl_weight 0": {"update.kl_weight": 0.0},
+    "LoRA 32": {"model.lora_rank": 32},
+}
+RESPONSES = 64  # of full length in the sampler's cache
+GPUS = (80, 141)  # GB
+TREES = 4  # of six trunks, half of them right (Eq. 9)
+# Tokens a second of sampler and learner by response length, 1.5B shape, one H200, commit d9ecc0b: 256 requests of
+# 128 + 2,048 tokens; 64 of 4,096 + 512; learner with checkpointing and reference, microbatches of 16,384 tokens.
+MEASURED = {2048: (23_900, 20_900), 8192: (3_800, 16_400)}
+FORWARD_MS = {"0.5B": 39.4, "1.5B": 81.3, "7B": 264.2}  # scoring 8,192 tokens, one H200, commit eb78a4f
+
+
+def rows() -> list[dict[str, Any]]:
+    """One row a size and setting: billions of weights, trained ones, GB by item, GB in all without the cache."""
+    from transformers import Qwen2Config
+
+    found = []
+    for size, numbers in SIZES.items():
+        for name, overrides in SETTINGS.items():
+            config = load_config("attnrl_1p5b", overrides)
+            shape = shape_of(Qwen2Config(**numbers), ModelConfig(lora_rank=config.model.lora_rank))
+            items = {
+                key: size_ / GB for key, size_ in memory(shape, config, weight_bytes=2, cached_rows=RESPONSES).items()
+            }
+            cache = items.pop("cache")
+            found.append(
+                {
+                    "size": size,
+                    "setting": name,
+                    "weights": shape.weights,
+                    "trained": shape.trained,
+                    "gb": items,
+                    "total_gb": sum(items.values()),
+                    "cache_gb": cache,
+                }
+            )
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    columns = [*found[0]["gb"]]
+    head = ["model", "setting", *columns, "in all", f"cache of {RESPONSES} responses"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for row in found:
+        cells = [f"{row['gb'][c]:.1f}" if row["gb"][c] else "-" for c in columns]
+        cells += [f"**{row['total_gb']:.1f}**", f"{row['cache_gb']:.1f}"]
+        lines.append(f"| {' | '.join([row['size'], row['setting'], *cells])} |")
+    return "\n".join(lines)
+
+
+def fits(found: list[dict[str, Any]]) -> str:
+    """Which setting fits which GPU, as Markdown: GB that are left, and responses of full length at a time in half of
+    them, which is what the local sampler takes.
+    """
+    lines = [
+        "| model | setting | " + " | ".join(f"{gpu} GB GPU" for gpu in GPUS) + " |",
+        "|" + "---|" * (2 + len(GPUS)),
+    ]
+    for row in found:
+        cells = []
+        for gpu in GPUS:
+            left = gpu - row["total_gb"]
+            at_once = int(left / 2 / (row["cache_gb"] / RESPONSES))
+            cells.append(f"{left:.0f} GB left, {at_once} responses" if left > 0 else "does not fit")
+        lines.append(f"| {' | '.join([row['size'], row['setting'], *cells])} |")
+    return "\n".join(lines)
+
+
+def hours() -> str:
+    """Minutes of an iteration of `attnrl_1p5b` and hours of its 500, as Markdown: tokens by `work`, over what one H200
+    was measured to do at the 1.5B shape; the other sizes by the ratio of their scoring forwards.
+    """
+    config = load_config("attnrl_1p5b")
+    lines = [
+        "| responses of | tokens drawn | tokens trained on | " + " | ".join(FORWARD_MS) + " |",
+        "|" + "---|" * (3 + len(FORWARD_MS)),
+    ]
+    for length, (sampler, learner) in MEASURED.items():
+        ahead = work(config, prompt=100, length=length, trees=TREES, points=config.algo.points)
+        seconds = ahead.generated / sampler + ahead.trained / learner
+        cells = []
+        for forward in FORWARD_MS.values():
+            scaled = seconds * forward / FORWARD_MS["1.5B"]
+            cells.append(f"{scaled / 60:.1f} min, {scaled * config.run.iterations / 3600:.0f} h")
+        drawn, trained = f"{ahead.generated / 1e6:.1f} M", f"{ahead.trained / 1e6:.1f} M"
+        lines.append(f"| {length:,} tokens | {drawn} | {trained} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="write the rows as JSON")
+    out = parser.parse_args().out
+    found = rows()
+    print(table(found), fits(found), hours(), sep="\n\n")
+    if out:
+        with open(out, "w") as file:
+            json.dump(found, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
