@@ -235,9 +235,8 @@ def expression_changes(node: ast.AST) -> Iterator[Callable[[], Any]]:
     if isinstance(node, ast.BoolOp):
         other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
         yield lambda: setattr(node, "op", other)
-        if len(node.values) > 1:
-            for i in range(len(node.values)):
-                yield lambda i=i: node.values.pop(i)  # type: ignore[misc]
+        for i in range(len(node.values)):
+            yield lambda i=i: node.values.__setitem__(i, ast.Constant(isinstance(node.op, ast.And)))  # type: ignore[misc]
     if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
         yield lambda: setattr(node, "op", ARITHMETIC[type(node.op)]())
     if isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):
