@@ -41,12 +41,15 @@ class FakeBackend:
         self.trained: list[list[Sample]] = []
         self.scorings: list[Scoring] = []
         self.requests: list[list[Request]] = []
+        self.samplings: list[Sampling] = []
+        self.scored: list[list[ScoreRequest]] = []
         self.closed = False
         self.told = 0
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         self.calls.append(("generate", len(requests)))
         self.requests.append(list(requests))
+        self.samplings.append(sampling)
         return [self._draw(r) for r in requests]
 
     def _draw(self, request: Request) -> Rollout:
@@ -64,6 +67,7 @@ class FakeBackend:
     def score(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
         self.calls.append(("score", len(requests)))
         self.scorings.append(scoring)
+        self.scored.append(list(requests))
         scores = []
         for r in requests:
             rng = np.random.default_rng([len(r.response), int(r.response.sum())])

@@ -72,14 +72,14 @@ class Parts:
     sampling: Sampling
     max_response_tokens: int
     scoring: Scoring | None  # None: no part reads what a scoring forward gives
-    credit: Credit | None = None  # weights on the advantages of tokens; None: all 1
-    prompts: int = 64  # first and target batch, in prompts
-    group: int = 6
-    width: int = 2
-    target_samples: int | None = None  # B' of Eq. 10: the samples a full batch has; None: every batch has `prompts`
-    history: float = 0.9
-    max_prompts: int = 256
-    drop: Drop = "samples"
+    credit: Credit | None  # weights on the advantages of tokens; None: all 1
+    prompts: int  # first and target batch, in prompts
+    group: int
+    width: int
+    target_samples: int | None  # B' of Eq. 10: the samples a full batch has; None: every batch has `prompts`
+    history: float
+    max_prompts: int
+    drop: Drop
 
 
 @dataclass(frozen=True, slots=True, eq=False)

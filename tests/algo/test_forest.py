@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -68,8 +70,9 @@ class TestPlan:
         def my_rule(prompt, trunk, rng):
             return (bad,)
 
-        with pytest.raises(AttnRLError, match="my_rule"):
-            plan(Group(group.prompt, group.trunks[1:2]), rule=my_rule, budget=all_trees, trunks=3, rng=rng())
+        for rule in (my_rule, partial(my_rule)):  # a rule with its options bound is named like itself
+            with pytest.raises(AttnRLError, match="rule my_rule gave"):
+                plan(Group(group.prompt, group.trunks[1:2]), rule=rule, budget=all_trees, trunks=3, rng=rng())
 
 
 class TestRequests:
@@ -79,6 +82,11 @@ class TestRequests:
         assert [r.max_tokens for r in requests] == [LIMIT] * 6
         assert len({r.seed for r in requests}) == 6
         assert [r.tree for r in requests] == [f"q/{n}" for n in range(6)]
+
+    def test_a_thousand_seeds_are_a_thousand(self, build):
+        requests = trunk_requests(build.prompt(), group=1000, max_tokens=LIMIT, rng=rng())
+        assert len({r.seed for r in requests}) == 1000
+        assert max(r.seed for r in requests) > 2**62
 
     def test_branches_by_hand(self, planned):
         requests = branch_requests(planned, width=2, max_tokens=10, rng=rng())

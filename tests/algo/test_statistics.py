@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -33,37 +35,74 @@ def test_right_decides_who_is_solved_and_spread_who_is_valid(build):
     assert solve_ratios("x", rows) == {"x/solve_all": 0.5, "x/solve_none": 0.5, "x/valid": 0.5}
 
 
+def cut_off(trunk):
+    return replace(trunk, rollout=replace(trunk.rollout, finish="length"))
+
+
 def test_groups(build):
-    trunks = tuple(build.trunk(4, r, starts=(2,), fci=[1, y], entropy=[0, 1, 0, 1]) for r, y in [(1, 2), (0, 5)])
-    metrics = group_statistics([Group(build.prompt(), trunks)])
-    assert metrics["trunks/accuracy"] == 0.5
-    assert metrics["trunks/steps"] == 2
-    assert metrics["trunks/valid"] == 1.0
-    assert metrics["score/fci_mean"] == pytest.approx((1 + 2 + 1 + 5) / 4)
-    assert metrics["score/fci_max"] == 5
-    assert metrics["score/entropy"] == 0.5
+    trunks = [build.trunk(4, r, starts=(2,), fci=[1, y], entropy=[0, 1, 0, 1]) for r, y in [(1, 2), (0.25, 5)]]
+    alone = build.trunk(2, 1.0, fci=[3], entropy=[2, 2])
+    groups = [Group(build.prompt(), (trunks[0], cut_off(trunks[1]))), Group(build.prompt(), (alone,))]
+    assert group_statistics(groups) == {
+        "trunks/accuracy": pytest.approx(2 / 3),
+        "trunks/reward": pytest.approx(2.25 / 3),
+        "trunks/steps": pytest.approx(5 / 3),
+        "trunks/truncated_share": pytest.approx(1 / 3),
+        "trunks/solve_all": 0.5,
+        "trunks/solve_none": 0.0,
+        "trunks/valid": 0.5,
+        "score/fci_mean": pytest.approx((1 + 2 + 1 + 5 + 3) / 5),
+        "score/fci_max": 5.0,
+        "score/entropy": pytest.approx((2 + 2 + 2 + 2) / 10),
+    }
+    assert group_statistics([]) == {}
+
+
+def test_scores_that_are_not_numbers_are_left_out(build):
+    def trunk(fci, entropy):
+        return build.trunk(2, 1.0, starts=(1,), fci=fci, entropy=entropy)
+
+    nan = np.nan
+    half = group_statistics([Group(build.prompt(), (trunk([nan, 2], [nan, 1]), trunk([4, nan], [nan, nan])))])
+    assert (half["score/fci_mean"], half["score/fci_max"], half["score/entropy"]) == (3.0, 4.0, 1.0)
+    none = group_statistics([Group(build.prompt(), (trunk([nan, nan], [nan, nan]),))])
+    assert not [name for name in none if name.startswith("score/")]
+    assert none["trunks/accuracy"] == 1.0
 
 
 def test_forests(build):
     mixed = build.forest(build.tree(8, 1.0, (2, 1, 1.0), (4, 1, 0.0)), build.tree(3, 0.0))
     easy = build.forest(build.tree(4, 1.0, (1, 1, 1.0)))
+    lost = build.forest(build.tree(4, 1.0, (3, 1, 1.0), (3, 1, 0.0)), build.tree(4, 1.0))  # easy, and not all right
+    hard = build.forest(build.tree(4, 0.0, (2, 1, 0.0)))
     alone = build.forest(build.tree(4, 1.0))
-    metrics = forest_statistics([mixed, easy, alone])
-    assert metrics["trees/count"] == 2
-    assert metrics["trees/leaves"] == 3 + 1 + 2 + 1
-    assert metrics["branches/accuracy"] == pytest.approx(2 / 3)
-    assert (metrics["branches/solve_all"], metrics["branches/valid"]) == (0.5, 0.5)
-    assert (metrics["both/solve_all"], metrics["both/valid"]) == (0.5, 0.5)
-    assert metrics["branches/point_share"] == pytest.approx((2 / 8 + 4 / 8 + 1 / 4) / 3)
-    assert metrics["branches/easy_solve_all"] == 1.0
+    assert forest_statistics([mixed, easy, lost, hard, alone]) == {
+        "trees/count": 4.0,
+        "trees/leaves": 4.0 + 2 + 4 + 2 + 1,
+        "branches/solve_all": 0.25,
+        "branches/solve_none": 0.25,
+        "branches/valid": 0.5,
+        "both/solve_all": 0.25,
+        "both/solve_none": 0.25,
+        "both/valid": 0.5,
+        "branches/accuracy": pytest.approx(3 / 6),
+        "branches/point_share": pytest.approx((2 / 8 + 4 / 8 + 1 / 4 + 3 / 4 + 3 / 4 + 2 / 4) / 6),
+        "branches/easy_solve_all": 0.5,
+    }
+    assert forest_statistics([alone]) == {"trees/count": 0.0, "trees/leaves": 1.0}
+    assert "branches/easy_solve_all" not in forest_statistics([mixed, hard])
 
 
 def test_generation(build):
     rollouts = [build.rollout(2), build.rollout(4, finish="length")]
-    metrics = generation_statistics(rollouts)
-    assert (metrics["generate/rollouts"], metrics["generate/tokens"], metrics["generate/length"]) == (2, 6, 3)
-    assert metrics["generate/truncated_share"] == 0.5
-    assert metrics["generate/surprisal"] == pytest.approx((0 + 0.1 + 0 + 0.1 + 0.2 + 0.3) / 6)
+    assert generation_statistics(rollouts) == {
+        "generate/rollouts": 2.0,
+        "generate/tokens": 6.0,
+        "generate/length": 3.0,
+        "generate/truncated_share": 0.5,
+        "generate/surprisal": pytest.approx((0 + 0.1 + 0 + 0.1 + 0.2 + 0.3) / 6),
+    }
+    assert generation_statistics([]) == {}
 
 
 def test_samples(build):
@@ -71,12 +110,25 @@ def test_samples(build):
     mixed = build.forest(build.tree(3, 1.0), build.tree(5, 0.0))
     same = build.forest(build.tree(2, 1.0), build.tree(4, 1.0))
     every = [s for f in (mixed, same) for s in tree(f, np.random.default_rng(0))]
-    metrics = sample_statistics(every, with_signal(every))
-    assert metrics["train/samples"] == metrics["train/valid_samples"] == 2
-    assert metrics["train/valid_share"] == 0.5
-    assert metrics["train/valid_tokens"] == 8
-    assert metrics["train/valid_token_share"] == pytest.approx(8 / 14)
-    assert metrics["train/response_tokens"] == 8
+    assert sample_statistics(every, with_signal(every)) == {
+        "train/samples": 2.0,
+        "train/valid_samples": 2.0,
+        "train/valid_share": 0.5,
+        "train/valid_tokens": 8.0,
+        "train/valid_token_share": pytest.approx(8 / 14),
+        "train/response_tokens": 8.0,
+    }
+    kept = sample_statistics(every, every)
+    assert (kept["train/samples"], kept["train/valid_samples"], kept["train/response_tokens"]) == (4, 2, 14)
+    assert set(sample_statistics([], []).values()) == {0.0}
+
+
+def test_tokens_without_advantage_are_not_valid():
+    sample = Sample(as_ids([1]), as_ids([1, 2, 3]), as_floats([0, -1, 0]), as_floats([0, 0, 0]), "q")
+    metrics = sample_statistics([sample], [sample])
+    assert (metrics["train/valid_tokens"], metrics["train/valid_token_share"]) == (1, pytest.approx(1 / 3))
+    one = Sample(as_ids([1]), as_ids([1]), as_floats([1]), as_floats([0]), "q")
+    assert sample_statistics([one], [one])["train/valid_token_share"] == 1.0
 
 
 def test_tokens_that_carry_no_loss_are_not_valid():

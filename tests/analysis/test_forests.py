@@ -18,7 +18,7 @@ from attnrl.analysis.positions import fci_by_position
 from attnrl.analysis.records import RunRecord, read_run
 from attnrl.errors import DataError
 from attnrl.run import forest_table
-from attnrl.types import Branch, Forest, Prompt, Rollout, Scores, Step, Tree, Trunk, Verdict, as_floats, as_ids
+from attnrl.types import Branch, Forest, Prompt, Rollout, Sample, Scores, Step, Tree, Trunk, Verdict, as_floats, as_ids
 
 
 def rollout(tokens: int, first: int = 1) -> Rollout:
@@ -139,6 +139,22 @@ def test_every_estimator_has_a_place_on_the_page(estimator: str) -> None:
     branch = found[0][2]
     assert (branch is None) == (estimator in ("grpo", "chain"))
     assert branch is None or len(branch) == 4 + 3  # the whole path, kept prefix first
+
+
+def test_an_estimator_that_skips_leaves_leaves_them_without_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = leaf_advantages(forest(), "tree", {})
+
+    def skipping(forest: Forest, rng: np.random.Generator) -> list[Sample]:
+        samples = ESTIMATORS["tree"](forest, rng)
+        return [samples[1], samples[3]]  # of a tree of four leaves and one of one
+
+    monkeypatch.setitem(ESTIMATORS, "edge", skipping)
+    found = leaf_advantages(forest(), "edge", {})
+    assert [[a is not None for a in tree] for tree in found] == [[False, True, False, True], [False]]
+    np.testing.assert_array_equal(found[0][1], whole[0][1])
+    np.testing.assert_array_equal(found[0][3], whole[0][3])
+    page = forest_page(rows_of(forest()), record(estimator="edge"))
+    assert [b["advantage"] is None for b in page["trees"][0]["branches"]] == [False, True, False]
 
 
 rewards = st.sampled_from([0.0, 1.0])

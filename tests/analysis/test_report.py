@@ -232,3 +232,18 @@ def test_a_chosen_part_of_the_trees(runs: list[Path]) -> None:
         ConfigError, match=r"--iterations 5: demo has no forests of that iteration \(3 on record, 1 to 6\)"
     ):
         build_report(runs[:1], iterations=[5])
+
+
+def test_a_run_that_learns_nothing_says_so_on_top(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    learns = make_run(tmp_path / "learns", iterations=4)
+    idle = make_run(tmp_path / "idle", iterations=4)
+    rows = [json.loads(line) for line in (idle / "metrics.jsonl").read_text().splitlines()]
+    nothing = {"train/valid_samples": 0, "trunks/solve_none": 1, "trunks/solve_all": 0, "trunks/truncated_share": 1}
+    rows = [row if row["iteration"] == 0 else {**row, **nothing} for row in rows]
+    (idle / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(build_report([learns, idle]))
+    data = next(json.loads(text) for text in page.texts if text.startswith('{"version"'))
+    said = [run["headline"]["complaint"] for run in data["runs"]]
+    assert said[0] == ""
+    assert said[1].startswith("nothing trained in 4 of 4 iterations: all responses wrong, 100 % cut off at ")
+    assert any("h.complaint" in text for text in page.texts), "the page's script shows it"

@@ -52,6 +52,16 @@ def test_hand_computed() -> None:
     assert np.allclose(step_scores(q, k, plan, *args, scale=1.0)[0], [(1 / 5 + 2 / 5) / 2, 0.0])
 
 
+def test_one_sequence_may_come_as_a_tokenizer_returns_it() -> None:
+    model, (ids, spans) = tiny("qwen2"), random_case(np.random.default_rng(2), 40)
+    want = fci(model, ids, spans)
+    assert want.max() > 0.05
+    for given_ids in (torch.tensor([ids]), np.array([ids]), torch.tensor(ids)):
+        np.testing.assert_array_equal(fci(model, given_ids, spans), want)
+    with pytest.raises(DataError, match=r"\[T\] or \[1, T\]"):
+        fci(model, torch.tensor([ids, ids]), [spans, spans])
+
+
 def test_prompt_has_no_score_but_takes_attention() -> None:
     model = tiny("qwen2")
     ids = list(range(3, 33))

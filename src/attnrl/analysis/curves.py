@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from attnrl.algo.health import complaint
 from attnrl.analysis.records import RunRecord
 
 POINTS = 750  # of one curve over all runs of a report, 400 at most a run: keeps the file small
@@ -113,4 +114,9 @@ def headline(record: RunRecord) -> dict[str, Any]:
         "generated_tokens": clean(x["tokens"][-1]) if rows else 0,
         "valid_tokens": clean(sum(row.get("train/valid_tokens", 0.0) for row in rows)),
         "seconds": clean(x["seconds"][-1]) if rows else 0,
+        "complaint": complaint(
+            rows,
+            max_response_tokens=record.setting("sampling.max_response_tokens", 0),
+            delta=record.setting("algo.delta", 4),
+        ),
     }

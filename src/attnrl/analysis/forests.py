@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +37,6 @@ COLUMNS = (
     *("version", "reward", "rule", "answer", "step_starts", "step_texts", "fci", "entropy"),
 )
 OPTIONAL = ("tokens", "reason", "prompt_reason")  # files written before there were reasons lack them
-TRUNKS_ONLY = ("grpo", "chain")  # estimators that make one sample a trunk and none a branch
 
 
 def read_table(file: Path, columns: Sequence[str], span: tuple[int, int] | None = None) -> pa.Table:
@@ -135,12 +135,15 @@ def leaf_advantages(forest: Forest, estimator: str, options: dict[str, Any]) -> 
     off by that draw's mean.
     """
     options = {**options, "train_leaves": None} if estimator == "treerl" else options
-    samples = iter(ESTIMATORS[estimator](forest, np.random.default_rng(0), **options))
+    function = ESTIMATORS[estimator]
+    samples = deque(function(forest, np.random.default_rng(0), **options))
+    branches = getattr(function, "trains", "leaves") != "trunks"
     found: list[list[Floats | None]] = []
     for tree in forest.trees:
-        trained = bool(tree.branches) or estimator != "tree" or options.get("train_unbranched", True)
-        found.append([next(samples).advantages if trained else None])
-        for _ in tree.branches:
-            found[-1].append(None if estimator in TRUNKS_ONLY else next(samples).advantages)
-    assert next(samples, None) is None, f"estimator {estimator} made more samples than the forest has leaves"
+        trunk = tree.trunk.rollout.ids
+        leaves = [trunk, *(np.concatenate([trunk[: b.point], b.rollout.ids]) for b in tree.branches)]
+        found.append([])
+        for number, response in enumerate(leaves):  # samples come in the order of leaves; one may be skipped
+            mine = (branches or not number) and samples and np.array_equal(samples[0].response, response)
+            found[-1].append(samples.popleft().advantages if mine else None)
     return found

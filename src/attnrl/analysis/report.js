@@ -58,7 +58,7 @@ function headView(run, number) {
     ["Training time", `${duration(h.seconds)}, without evaluation`],
     ["Seed", h.seed], ["Commit", env.commit ? `${String(env.commit).slice(0, 10)}${env.changed ? ", with changes" : ""}` : null],
   ].filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return el("article", { class: "card head", css: { "--colour": colour(number) } }, el("div", {}, el("h2", {}, run.name), h.about ? el("p", { class: "about" }, h.about) : null, scoreView(run)),
+  return el("article", { class: "card head", css: { "--colour": colour(number) } }, el("div", {}, el("h2", {}, run.name), h.about ? el("p", { class: "about" }, h.about) : null, h.complaint ? el("p", { class: "complaint wrong" }, h.complaint) : null, scoreView(run)),
     el("dl", { class: "facts num" }, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, String(value))])));
 }
 

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from attnrl.errors import AttnRLError, Interrupted
 from attnrl.version import __version__
@@ -68,9 +73,9 @@ def run(argv: list[str]) -> int:
     if argv[0] not in COMMANDS:
         print(f"attnrl: no command {argv[0]!r}; `attnrl --help` lists them", file=sys.stderr)
         return 2
-    command = importlib.import_module(f"attnrl.cli.{argv[0]}")
     try:
-        return command.main(argv[1:]) or 0
+        with ended_by_sigterm():
+            return importlib.import_module(f"attnrl.cli.{argv[0]}").main(argv[1:]) or 0
     except AttnRLError as error:
         print(f"attnrl {argv[0]}: {error}", file=sys.stderr)
         return 2
@@ -83,6 +88,23 @@ def run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"stopped{GO_ON.get(argv[0], '')}", file=sys.stderr)
         return 130
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """While open, SIGTERM is raised as Interrupted, so that what runs is closed: no process outlives a command."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted("stopped", number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def entry() -> None:

@@ -152,10 +152,11 @@ def fci(
 ) -> Any:
     """The Forward Context Influence of reasoning steps under any Hugging Face decoder, from one forward pass.
 
-    `input_ids` is one sequence of token ids (prompt and response), or a list of sequences of any lengths; they are
-    packed, not padded. `step_spans` gives the (start, stop) token range of each step, in order; tokens outside every
-    span (the prompt) are context without a score. Returned for each sequence: float32 [steps], or with
-    `reduce="none"` [layers, heads, steps]. The last `delta` steps score 0: no step follows at that distance.
+    `input_ids` is one sequence of token ids (prompt and response), as [T] or as a tokenizer returns it, [1, T]; or a
+    list of sequences of any lengths, which are packed, not padded. `step_spans` gives the (start, stop) token range of
+    each step, in order; tokens outside every span (the prompt) are context without a score. Returned for each sequence:
+    float32 [steps], or with `reduce="none"` [layers, heads, steps]. The last `delta` steps score 0: no step follows at
+    that distance.
 
     Paper: Eq. 4-6.
 
@@ -224,14 +225,15 @@ def body_of(model: torch.nn.Module) -> torch.nn.Module:
 
 def _is_single(input_ids: Any) -> bool:
     if isinstance(input_ids, torch.Tensor | np.ndarray):
-        if input_ids.ndim == 1:
+        if input_ids.ndim == 1 or (input_ids.ndim == 2 and len(input_ids) == 1):
             return True
-        raise DataError("input_ids must be one sequence [T] or a list of sequences; padding is not wanted")
+        raise DataError("input_ids must be one sequence, [T] or [1, T], or a list of sequences; no padding")
     return len(input_ids) > 0 and np.ndim(input_ids[0]) == 0
 
 
 def _as_row(ids: Any, index: int) -> NDArray[np.int64]:
     row = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    row = row[0] if row.ndim == 2 and len(row) == 1 else row
     if row.ndim != 1 or not row.size or row.dtype.kind not in "iu":
         raise DataError(f"sequence {index}: token ids must be a non-empty list of integers")
     return row.astype(np.int64)
