@@ -21,6 +21,7 @@ NAMES = {
     "s_treerl": "TreeRL: tokens of highest surprisal",
     "s_treerl_off_policy": "TreeRL, one step off-policy",
     "s_atb": "FCI (TreeRL + ATB)",
+    "s_atb_top10": "FCI, top 10 % of steps",
     "s_random": "random steps",
     "s_first": "first steps",
     "s_position": "position: FCI's mean places",
@@ -189,13 +190,14 @@ def signal_table(rows: Rows) -> str:
         "filtered": "filtered",
         "prompts a batch": "prompts",
         "entropy": "entropy",
-        "KL to the start": "kl",
+        "KL to the start, median": "kl",
     }
     lines = [["preset", *keys]]
     for preset, own in by_preset(rows, "main").items():
         cells = []
         for key in keys.values():
-            values = [np.nanmean(np.array(r["series"][key], dtype=float)) for r in own.values() if key in r["series"]]
+            middle = np.nanmedian if key == "kl" else np.nanmean  # of the KL, single iterations can be a thousand
+            values = [middle(np.array(r["series"][key], dtype=float)) for r in own.values() if key in r["series"]]
             cells.append(f"{np.mean(values):.3g}" if values else "-")
         lines.append([NAMES[preset], *cells])
     return table(lines)
@@ -219,7 +221,11 @@ def value_tables(values: dict[str, Any]) -> dict[str, str]:
     pairs += [
         [name, f"{m:+.2f} ({low:+.2f} to {high:+.2f})"] for name, (m, low, high) in values["correlations"].items()
     ]
-    return {"rules": table(rules), "correlations": table(pairs)}
+    facts = [["", "decisive steps", "other steps"]]
+    for name in ("squared effect", "FCI over its position null"):
+        if name in values:
+            facts.append([name, *(f"{v:.3f}" for v in values[name].values())])
+    return {"rules": table(rules), "correlations": table(pairs), "facts": table(facts)}
 
 
 def curves(rows: Rows, path: Path) -> None:

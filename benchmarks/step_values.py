@@ -30,7 +30,15 @@ from attnrl.algo.rules import RULES
 from attnrl.types import Prompt, Rollout, Scores, Step, Trunk, Verdict, as_floats, as_ids
 from evidence_forests import DECISIVE, rank_correlation, ranks
 
-RULES_SHOWN = ("fci", "fci_residual", "fci_mean", "surprisal", "step_entropy", "random_steps", "first_steps", "oracle")
+RULES_SHOWN: dict[str, tuple[str, dict[str, float]]] = {
+    "fci": ("fci", {}),
+    "fci, top 10 %": ("fci", {"top_fraction": 0.1}),
+    "fci, top 40 %": ("fci", {"top_fraction": 0.4}),
+    **{
+        n: (n, {})
+        for n in ("fci_residual", "fci_mean", "surprisal", "step_entropy", "random_steps", "first_steps", "oracle")
+    },
+}
 DELTA = 4
 
 
@@ -101,6 +109,13 @@ def correlations(trunk: Valued) -> dict[str, float]:
     }
 
 
+def lift(trunk: Valued) -> dict[int, float]:
+    """FCI over its position null, of the steps that may be branch points and have one."""
+    null = position_null(len(trunk.prompt.ids), trunk.trunk.steps, DELTA)
+    allowed = candidates(trunk.trunk.steps)
+    return {k: float(trunk.trunk.scores.fci[k] / null[k]) for k in allowed if null[k] > 0.0}
+
+
 def partial(first: Sequence[float], second: Sequence[float], held: Sequence[float]) -> float:
     """Rank correlation of two with the ranks of a third taken out of both."""
     a, b, c = (ranks(np.asarray(values, dtype=float)) for values in (first, second, held))
@@ -116,10 +131,10 @@ def rule_rows(trunks: Sequence[Valued]) -> dict[str, dict[str, float]]:
     """Of each rule's points: how often one is the decisive step, how many lie not after it, their squared effect."""
     found = {}
     rng = np.random.default_rng(0)
-    for name in RULES_SHOWN:
+    for name, (rule, options) in RULES_SHOWN.items():
         hits, places, effects, first = [], [], [], []
         for t in trunks:
-            points = RULES[name](t.prompt, t.trunk, rng, points=2)
+            points = RULES[rule](t.prompt, t.trunk, rng, points=2, **options)
             starts = [s.start for s in t.trunk.steps]
             steps = [int(np.searchsorted(starts, p, side="right") - 1) for p in points]  # the step a token lies in
             if not t.decisive or not steps:
@@ -166,6 +181,10 @@ def main() -> None:
             "other steps": float(
                 np.nanmean([e for t in trunks for k, e in enumerate(t.effect[1:], 1) if k not in t.decisive])
             ),
+        },
+        "FCI over its position null": {
+            "decisive steps": float(np.mean([r for t in trunks for k, r in lift(t).items() if k in t.decisive])),
+            "other steps": float(np.mean([r for t in trunks for k, r in lift(t).items() if k not in t.decisive])),
         },
         "correlations": {
             name: interval([c[name] for c in per_trunk], [t.uid for t in trunks]) for name in per_trunk[0]
