@@ -92,6 +92,7 @@ class EngineConfig(Section):
 
 
 TaskKind = Literal["more", "fewer", "times", "plus", "minus"]
+Fork = Literal["hub", "method", "turn", "pair"]
 
 
 def _within(bottom: int, top: int) -> AfterValidator:
@@ -140,12 +141,22 @@ class TaskConfig(Section):
     """Operations in use; more and fewer always are."""
     names: int = Field(40, ge=2, le=40)
     """Size of the vocabulary of names."""
+    forks: tuple[Fork, ...] = ()
+    """Kinds of decisive step, drawn at random: hub, method, turn, pair; none: tasks without one. docs/tasks.md."""
+    routine: Annotated[tuple[int, int], _within(0, 20)] = (2, 8)
+    """With forks: fewest and most computations before the decision; `operations` come after it."""
+    doubts: float = Field(0.0, ge=0, le=2 / 3)
+    """With forks: mean chance that a solution decides wrongly; problems and answers are not touched."""
+    style: int = Field(1, ge=1, le=4)
+    """With forks: number of words that may open a step of a solution."""
     seed: int = 0
     """Seed of the generator; train and test are disjoint for any two seeds."""
 
     @property
     def most_names(self) -> int:
         """The number of names the largest task of this kind uses."""
+        if self.forks:
+            return self.routine[1] + self.operations[1] + 6
         return self.operations[1] + 1 + self.sides[1] + self.givens + self.distractors[1]
 
     @property
@@ -161,8 +172,11 @@ class TaskConfig(Section):
             raise PydanticCustomError("tasks", "kinds must hold 'more' and 'fewer'")
         if self.sides[1] and not {"plus", "minus"} & set(self.kinds):
             raise PydanticCustomError("tasks", "sides above 0 need 'plus' or 'minus' among the kinds: they join by it")
+        if self.forks and (self.modulus is None or self.modulus % 2 == 0 or self.wording != "equations"):
+            raise PydanticCustomError("tasks", "forks need an odd modulus and wording = 'equations'")
         if self.most_names > self.names:
-            need = f"these tasks need {self.most_names} names (operations + 1 + sides + givens + distractors)"
+            parts = "routine + operations + 6" if self.forks else "operations + 1 + sides + givens + distractors"
+            need = f"these tasks need {self.most_names} names ({parts})"
             raise PydanticCustomError("tasks", f"{need} and there are {self.names}; lower one of the ranges")
         return self
 
@@ -257,8 +271,9 @@ class AlgoConfig(Section):
     mode: Literal["paper", "released"] = "paper"
     """Whether steps that cannot branch are left out of quantile and mean FCI, or count as zeros."""
     rule: str = "fci"
-    """Where to branch: fci, surprisal, entropy, random_steps, uniform, every_step, fixed_segments, low_probability,
-    none, or package.module:function."""
+    """Where to branch: fci, surprisal, entropy, random_steps, uniform, every_step, fixed_segments, low_probability, none;
+    the controls first_steps, position, fci_residual, fci_mean, step_entropy, oracle (docs/results.md); or
+    package.module:function."""
     rule_options: dict[str, Any] = {}
     """Keyword options of the rule."""
     points: int = Field(2, ge=1)

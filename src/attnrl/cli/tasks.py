@@ -4,7 +4,8 @@ Writes made-up reasoning tasks: arithmetic word problems over a dependency
 graph, with worked solutions.
 
 One JSON object a line: problem, answer, solution, operations, difficulty,
-split. A task depends on the settings, the split, the seed and its number alone.
+split, and of tasks with forks the numbers of the decisive steps.
+A task depends on the settings, the split, the seed and its number alone.
 Train and test share no problem, whatever the two seeds.
 
 Example:
@@ -40,7 +41,7 @@ class TasksFlags(Section):
 
 
 def main(argv: list[str]) -> int:
-    from attnrl.data.tasks import different_tasks
+    from attnrl.data.tasks import columns, different_tasks
 
     flags, _ = read_flags(TasksFlags, argv, str(__doc__), flat="tasks")
     if not flags.output.parent.is_dir():
@@ -53,9 +54,7 @@ def main(argv: list[str]) -> int:
                 "problem": task.problem,
                 "answer": task.answer,
                 "solution": task.solution,
-                "operations": task.operations,
-                "difficulty": task.difficulty,
-                "split": task.split,
+                **columns(task),
             }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     show(f"{flags.output}: {flags.count} {flags.split} tasks, seed {flags.tasks.seed}")

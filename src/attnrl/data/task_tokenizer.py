@@ -14,6 +14,7 @@ import re
 from typing import TYPE_CHECKING
 
 from attnrl.config import TaskConfig
+from attnrl.data.forks import WORDS
 from attnrl.data.tasks import LINES, MODULUS, NAMES, QUESTION, SENTENCES
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def vocabulary(spec: TaskConfig) -> list[str]:
     blank = dict.fromkeys(("name", "first", "second", "value", "modulus"), "")
     texts = [template.format(**blank) for template in templates]
     words: dict[str, None] = {}
-    for text in [*texts, SOLUTION_WORDS]:
+    for text in [*texts, SOLUTION_WORDS, *([f" {WORDS}"] if spec.forks else [])]:
         words.update(dict.fromkeys(re.findall(token_pattern(spec), text)))
     words.update(dict.fromkeys((" There", "There", " How", "How")))  # a sentence may open the problem or not
     count = 10 if spec.modulus is None else spec.modulus

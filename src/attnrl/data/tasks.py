@@ -11,11 +11,12 @@ import hashlib
 import itertools
 import operator
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from attnrl.config import TaskConfig
+from attnrl.data import forks
 from attnrl.data.records import Record
 from attnrl.data.task_graph import NAMES, SIGNS, Graph, Quantity, draw_graph
 from attnrl.errors import ConfigError
@@ -23,6 +24,7 @@ from attnrl.errors import ConfigError
 __all__ = ["NAMES", "Task", "as_records", "different_tasks", "make_task", "make_tasks", "task_stream"]
 
 Split = Literal["train", "test"]
+G = TypeVar("G")
 
 SENTENCES: dict[str, str] = {
     "given": "There are {value} {name}.",
@@ -59,6 +61,7 @@ HASHED = (
     "operations", "modulus", "largest", "distractors", "sides", "givens", "checks", "slips", "plan_entries", "wording",
     "kinds", "names",
 )  # fmt: skip
+HASHED_WITH_FORKS = (*HASHED, "forks", "routine")  # doubts and style, as errors, touch solutions only
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class Task:
     difficulty: int  # 1 (up to 4 operations) to 5 (17 to 20)
     split: Split
     key: str
+    decisive: tuple[int, ...] = ()  # numbers of the decisive steps of the solution, from 0; tasks with forks have some
 
     @property
     def prompt(self) -> str:
@@ -108,17 +112,13 @@ def make_task(spec: TaskConfig, split: Split, index: int, seed: int | None = Non
         raise ConfigError(f"split = {split!r}: must be 'train' or 'test'")
     if index < 0:
         raise ConfigError(f"index = {index}: must be at least 0")
-    settings = tuple(getattr(spec, name) for name in HASHED)
+    settings = tuple(getattr(spec, name) for name in (HASHED_WITH_FORKS if spec.forks else HASHED))
     number = spec.seed if seed is None else seed
     digest = hashlib.sha256(repr((settings, number, split, index)).encode()).digest()
     rng = random.Random(int.from_bytes(digest, "big"))
-    for _ in range(100 * TEST_BUCKETS):
-        graph = draw_graph(spec, rng)
-        key = graph.key(spec.modulus)
-        if (int(key, 16) % TEST_BUCKETS == 0) == (split == "test"):
-            break
-    else:
-        raise ConfigError(f"these task settings have hardly any {split} problems; widen a range or allow more names")
+    if spec.forks:
+        return _fork_task(spec, rng, split)
+    graph, key = _of_split(lambda: draw_graph(spec, rng), lambda g: g.key(spec.modulus), split)
     operations = sum(q.kind is not None for q in graph.trace)
     return Task(
         problem=write_problem(spec, graph, rng),
@@ -128,6 +128,32 @@ def make_task(spec: TaskConfig, split: Split, index: int, seed: int | None = Non
         difficulty=(operations + 3) // 4,
         split=split,
         key=key,
+    )
+
+
+def _of_split(draw: Callable[[], G], identity: Callable[[G], str], split: Split) -> tuple[G, str]:
+    """The first drawn graph whose identity belongs to the split, and that identity."""
+    for _ in range(100 * TEST_BUCKETS):
+        graph = draw()
+        key = identity(graph)
+        if (int(key, 16) % TEST_BUCKETS == 0) == (split == "test"):
+            return graph, key
+    raise ConfigError(f"these task settings have hardly any {split} problems; widen a range or allow more names")
+
+
+def _fork_task(spec: TaskConfig, rng: random.Random, split: Split) -> Task:
+    graph, key = _of_split(lambda: forks.draw_fork(spec, rng), lambda g: g.key, split)
+    operations = len(graph.parts) - len(graph.decisive)
+    lines = [MODULUS.format(modulus=spec.modulus), *(f"- {line}" for line in graph.lines)]
+    return Task(
+        problem="\n".join([*lines, QUESTION.format(name=graph.asked)]),
+        solution=forks.write_fork(spec, graph, rng),
+        answer=str(graph.answer()),
+        operations=operations,
+        difficulty=(operations + 3) // 4,
+        split=split,
+        key=key,
+        decisive=graph.decisive,
     )
 
 
@@ -170,10 +196,16 @@ def as_records(
             answers=(task.answer,),
             source=source,
             where=f"{source}/{split}:{row}",
-            info={"operations": task.operations, "difficulty": task.difficulty, "split": task.split},
+            info=columns(task),
         )
         for row, task in enumerate(make_tasks(spec, split, count, seed), start=1)
     ]
+
+
+def columns(task: Task) -> dict[str, object]:
+    """The columns of a task's row beside problem and answer."""
+    decisive = {"decisive": list(task.decisive)} if task.decisive else {}
+    return {"operations": task.operations, "difficulty": task.difficulty, "split": task.split, **decisive}
 
 
 def write_problem(spec: TaskConfig, graph: Graph, rng: random.Random) -> str:

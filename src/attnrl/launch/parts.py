@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from attnrl.algo.adaptive import BUDGETS, FILTERS, full_batch, most_points
 from attnrl.algo.advantages import ESTIMATORS
-from attnrl.algo.branching import RULES
 from attnrl.algo.credit import CREDITS, no_credit
 from attnrl.algo.parts import bind, find, read_by
+from attnrl.algo.rules import RULES
 from attnrl.algo.steps import SEGMENTERS
 from attnrl.config import AlgoConfig, Config
 from attnrl.errors import ConfigError

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from attnrl.algo import position
 from attnrl.errors import ConfigError, DataError
 from attnrl.scoring.packed import Collector, Pack, masked_scores, packed_attention, packed_positions
 from attnrl.scoring.plan import KeyReduce, Plan, Span, make_plan
-from attnrl.types import Floats
+from attnrl.types import Floats, Step
 
 BLOCK_ROWS = 128  # queries at a time on the blockwise path, fewer where ...
 BLOCK_ELEMENTS = 1 << 24  # ... their scores would be more than this: 64 MiB of float32
@@ -260,12 +261,7 @@ def position_null(
     >>> [round(float(null), 3) for null in position_null([(0, 1), (1, 2), (2, 3)], 1, delta=1)]
     [0.583, 0.25, 0.0]
     """
-    length = prompt_tokens + (steps[-1][1] if steps else 0)
-    plan = make_plan(
-        [length], [[(prompt_tokens + a, prompt_tokens + b) for a, b in steps]], delta=delta, key_reduce=key_reduce
-    )
-    row = plan.weight_T.astype(np.float64) / np.arange(1, length + 1)
-    after = np.append(np.cumsum(row[::-1])[::-1], 0.0)  # sum of w_q / (q + 1) from a query on
-    keys = plan.step_S[:, 1] - plan.step_S[:, 0]
-    null = np.where(plan.live_S, after[plan.qmin_T[plan.step_S[:, 0]]] * keys / plan.divisor_S, 0.0)
+    null = position.position_null(prompt_tokens, [Step(a, b) for a, b in steps], delta)
+    if key_reduce == "sum":
+        null = null * np.array([b - a for a, b in steps])
     return null.astype(np.float32)

@@ -1,0 +1,267 @@
+"""A queue of training runs, resumable anywhere, several at once; and the tables of docs/results.md from what they left.
+
+    python benchmarks/evidence.py run benchmarks/evidence_s.toml --stage sweep --workers 8      # learning rates
+    python benchmarks/evidence.py run benchmarks/evidence_s.toml --stage main --workers 8       # the comparison
+    python benchmarks/evidence.py cell benchmarks/evidence_s.toml s_atb 3 --run-dir runs/again  # one cell, from scratch
+    python benchmarks/evidence.py tables                                                        # docs/results.md
+
+A cell is (stage, preset, seed, rate). A cell whose row is in docs/results/NAME.jsonl is done and never run again, on
+any machine that has the file; one that was interrupted goes on from its run directory. A stage takes its presets and
+seeds from the queue file. Stage "sweep" runs every rate; the rate of a preset in other stages is the one with the best
+mean accuracy over the sweep's seeds, unless the stage names `rates` of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnrl.data import tasks
+
+HELD_OUT = "eval/tasks/pass@1"
+RESULTS = Path("docs/results")
+SERIES = {  # of every iteration, for the curves
+    "tokens": "generate/total_tokens",
+    "accuracy": "trunks/accuracy",
+    "updates": "policy/updates",
+    "seconds": "seconds/iteration",
+    "valid": "train/valid_token_share",
+    "trunks_valid": "trunks/valid",
+    "branches_valid": "branches/valid",
+    "both_valid": "both/valid",
+    "prompts": "batch/prompts",
+    "filtered": "batch/filtered_share",
+    "point_share": "branches/point_share",
+    "entropy": "policy/entropy",
+    "kl": "policy/kl",
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cell:
+    """One run of a queue."""
+
+    stage: str
+    preset: str
+    seed: int
+    rate: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}-{self.preset}-{self.rate:g}-{self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """A queue file: the rates of the sweep, and for each stage its presets, seeds and overrides of config keys."""
+
+    name: str
+    rates: tuple[float, ...]
+    stages: dict[str, dict[str, Any]]
+
+    def overrides(self, cell: Cell) -> dict[str, Any]:
+        fixed: dict[str, Any] = self.stages[cell.stage].get("overrides", {})
+        return {**fixed, "update.lr": cell.rate, "run.seed": cell.seed}
+
+    def cells(self, stage: str, rows: list[dict[str, Any]]) -> list[Cell]:
+        """The cells of a stage, seed by seed, so that an early stop leaves whole seeds."""
+        wanted = self.stages[stage]
+        if stage == "sweep":
+            rates = dict.fromkeys(wanted["presets"], self.rates)
+        else:
+            rates = {preset: wanted.get("rates") or (best_rate(rows, preset),) for preset in wanted["presets"]}
+        return [Cell(stage, p, seed, rate) for seed in wanted["seeds"] for p in wanted["presets"] for rate in rates[p]]
+
+
+def read_queue(path: Path) -> Queue:
+    values = tomllib.loads(path.read_text())
+    return Queue(values["name"], tuple(values["rates"]), values["stages"])
+
+
+def read_rows(name: str) -> list[dict[str, Any]]:
+    file = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def best_rate(rows: list[dict[str, Any]], preset: str) -> float:
+    """The rate with the best mean held-out accuracy of a preset's sweep."""
+    found: dict[float, list[float]] = {}
+    for row in rows:
+        if row["cell"]["stage"] == "sweep" and row["cell"]["preset"] == preset:
+            found.setdefault(row["cell"]["rate"], []).append(row["after"])
+    if not found:
+        raise SystemExit(f"{preset}: no sweep on record; run --stage sweep first")
+    return max(found, key=lambda rate: float(np.mean(found[rate])))
+
+
+def collect(name: str, runs: Path) -> int:
+    """Writes the rows of finished cells into docs/results; returns how many there are in all."""
+    rows = {json.dumps(row["cell"], sort_keys=True): row for row in read_rows(name)}
+    for file in sorted(runs.glob("*/result.json")):
+        row = json.loads(file.read_text())
+        rows.setdefault(json.dumps(row["cell"], sort_keys=True), row)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    ordered = sorted(rows.values(), key=lambda r: tuple(r["cell"].values()))
+    partial = RESULTS / f"{name}.tmp"
+    partial.write_text("".join(json.dumps(row) + "\n" for row in ordered))
+    partial.replace(RESULTS / f"{name}.jsonl")
+    return len(rows)
+
+
+def train_cell(cell: Cell, overrides: dict[str, Any], run_dir: Path) -> None:
+    """Trains one cell into a run directory, or goes on where it stopped."""
+    from attnrl.cli import run
+
+    flags = {**overrides, "update.lr": cell.rate, "run.seed": cell.seed}
+    words = [
+        word
+        for key, value in flags.items()
+        for word in (f"--{key}", value if isinstance(value, str) else json.dumps(value))
+    ]
+    code = run(["train", cell.preset, "--run-dir", str(run_dir), "--resume", *words])
+    if code:
+        raise SystemExit(code)
+
+
+def result(cell: Cell, run_dir: Path) -> dict[str, Any]:
+    """The row of a finished cell: budgets four ways, accuracy, curves, where it branched, and what it ran on."""
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    loop = [m for m in metrics if "generate/total_tokens" in m]
+    environment = json.loads((run_dir / "environment.json").read_text())
+    measured = [m for m in metrics if HELD_OUT in m]
+    series = {name: [_short(m.get(key)) for m in loop] for name, key in SERIES.items()}
+    return {
+        "cell": asdict(cell),
+        "before": measured[0][HELD_OUT],
+        "after": measured[-1][HELD_OUT],
+        "iterations": len(loop),
+        "updates": sum(m.get("policy/updates", 0.0) for m in loop),
+        "tokens": loop[-1]["generate/total_tokens"],
+        "seconds": round(sum(m["seconds/iteration"] for m in loop), 2),
+        "series": {name: values for name, values in series.items() if any(v is not None for v in values)},
+        "branching": branching(run_dir),
+        "commit": environment["commit"] or os.environ.get("ATTNRL_COMMIT"),  # the latter for a copy without .git
+        "changed": environment["changed"],
+        "machine": environment["machine"],
+        "versions": environment["versions"],
+    }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None or not np.isfinite(value) else float(f"{value:.5g}")
+
+
+def branching(run_dir: Path) -> dict[str, float]:
+    """Where the recorded forests branched: means over trees, points and prompts."""
+    from evidence_forests import read_forests, summary
+
+    return {name: float(f"{value:.5g}") for name, value in summary(read_forests(run_dir)).items()}
+
+
+def work(number: int, cells: list[Cell], queue: Queue, runs: Path, stop_at: float) -> None:
+    """One worker: takes cells that nobody holds until none is left or the time is over."""
+    runs.mkdir(parents=True, exist_ok=True)
+    log = (runs / f"worker-{number}.log").open("a", buffering=1)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    tasks.make_tasks = lru_cache(tasks.make_tasks)  # the same problems for every cell
+    for cell in cells[number:] + cells[:number]:
+        run_dir = runs / cell.name
+        if time.time() > stop_at:
+            return
+        with held(runs / f"{cell.name}.lock") as free:
+            if not free or (run_dir / "result.json").exists():
+                continue
+            print(f"=== {cell.name}", flush=True)
+            start = time.time()
+            train_cell(cell, queue.overrides(cell), run_dir)
+            row = {**result(cell, run_dir), "wall_seconds": round(time.time() - start, 1)}
+            (run_dir / "result.tmp").write_text(json.dumps(row))
+            (run_dir / "result.tmp").replace(run_dir / "result.json")
+            for folder in ("forests", "checkpoints"):  # what the row was made of is not needed again
+                shutil.rmtree(run_dir / folder)
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[bool]:
+    """Whether this process got the lock; it is given back at the end, however that comes."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def run_queue(args: argparse.Namespace) -> None:
+    queue = read_queue(args.queue)
+    collect(queue.name, args.runs)
+    rows = read_rows(queue.name)
+    done = {Cell(**row["cell"]) for row in rows}
+    for stage in args.stage:
+        cells = [c for c in queue.cells(stage, rows) if c not in done]
+        stop_at = time.time() + args.seconds
+        print(f"{stage}: {len(cells)} cells to run, {args.workers} at once", flush=True)
+        context = multiprocessing.get_context("spawn")
+        workers = [
+            context.Process(target=work, args=(n, cells, queue, args.runs, stop_at)) for n in range(args.workers)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        failed = [w.exitcode for w in workers if w.exitcode]
+        total = collect(queue.name, args.runs)
+        print(f"{total} cells on record in {RESULTS / queue.name}.jsonl; {len(failed)} workers failed", flush=True)
+        rows = read_rows(queue.name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    queue = verbs.add_parser("run", help="run what is missing of a queue")
+    queue.add_argument("queue", type=Path)
+    queue.add_argument("--stage", nargs="+", default=["sweep", "main"])
+    queue.add_argument("--workers", type=int, default=1)
+    queue.add_argument("--runs", type=Path, default=Path("runs/evidence"))
+    queue.add_argument("--seconds", type=float, default=1e9, help="start no further cell after this")
+    cell = verbs.add_parser("cell", help="run one cell of a queue from scratch and print its row")
+    cell.add_argument("queue", type=Path)
+    cell.add_argument("preset")
+    cell.add_argument("seed", type=int)
+    cell.add_argument("--run-dir", type=Path, required=True)
+    verbs.add_parser("tables", help="write the tables and figures of docs/results.md")
+    args = parser.parse_args()
+    if args.verb == "run":
+        run_queue(args)
+    elif args.verb == "cell":
+        wanted = read_queue(args.queue)
+        one = Cell("main", args.preset, args.seed, best_rate(read_rows(wanted.name), args.preset))
+        train_cell(one, wanted.overrides(one), args.run_dir)
+        row = result(one, args.run_dir)
+        print(json.dumps({k: v for k, v in row.items() if k != "series"}, indent=2))
+    else:
+        from evidence_tables import write_all
+
+        write_all(RESULTS)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()

@@ -1,0 +1,288 @@
+"""Tables and figures of docs/results.md from docs/results/*: `python benchmarks/evidence.py tables`.
+
+A table stands between the lines `<!-- table NAME -->` and `<!-- end -->` of the page and is written anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PAGE = Path("docs/results.md")
+FIGURES = Path("docs/figures")
+T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+NAMES = {
+    "s_grpo": "GRPO",
+    "s_treerl": "TreeRL: tokens of highest surprisal",
+    "s_treerl_off_policy": "TreeRL, one step off-policy",
+    "s_atb": "FCI (TreeRL + ATB)",
+    "s_atb_top10": "FCI, top 10 % of steps",
+    "s_random": "random steps",
+    "s_first": "first steps",
+    "s_position": "position: FCI's mean places",
+    "s_residual": "FCI without its position null",
+    "s_mean": "FCI per later step",
+    "s_entropy": "steps of highest entropy",
+    "s_oracle": "oracle: the decisive step",
+    "s_attnrl": "AttnRL",
+    "s_no_filter": "AttnRL without filter",
+    "s_no_expansion": "AttnRL without expansion",
+    "s_no_batch": "AttnRL without adaptive batch",
+}
+Rows = list[dict[str, Any]]
+
+
+def by_preset(rows: Rows, stage: str) -> dict[str, dict[int, dict[str, Any]]]:
+    """preset -> seed -> row, in the order of NAMES."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for preset in NAMES:
+        own = {r["cell"]["seed"]: r for r in rows if r["cell"]["stage"] == stage and r["cell"]["preset"] == preset}
+        if own:
+            found[preset] = own
+    return found
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and half of its 95 % interval over seeds, Student's t; nan for one seed."""
+    n = len(values)
+    half = T95[min(n - 2, len(T95) - 1)] * np.std(values, ddof=1) / np.sqrt(n) if n > 1 else np.nan
+    return float(np.mean(values)), float(half)
+
+
+def shown(values: Sequence[float], scale: float = 100.0, form: str = ".1f") -> str:
+    mean, half = spread([scale * v for v in values])
+    return f"{mean:{form}} ± {half:{form}}" if np.isfinite(half) else f"{mean:{form}}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body])
+
+
+def at(row: dict[str, Any], name: str, value: float, column: str = "accuracy") -> float:
+    """The training accuracy (smoothed over five iterations) when a running total reached `value`."""
+    totals = row["series"][name] if name == "tokens" else np.cumsum(row["series"][name])
+    curve = np.array(row["series"][column], dtype=float)
+    place = int(np.searchsorted(totals, value))
+    return float(np.nanmean(curve[max(0, place - 4) : place + 1]))
+
+
+def main_table(rows: Rows) -> str:
+    lines = [
+        [
+            "branching rule or method",
+            "seeds",
+            "rate",
+            "held-out accuracy",
+            "iterations",
+            "updates",
+            "tokens",
+            "loop seconds",
+        ]
+    ]
+    for preset, own in by_preset(rows, "main").items():
+        runs = list(own.values())
+        lines.append(
+            [
+                NAMES[preset],
+                str(len(runs)),
+                f"{runs[0]['cell']['rate']:g}",
+                shown([r["after"] for r in runs]),
+                f"{np.mean([r['iterations'] for r in runs]):.0f}",
+                f"{np.mean([r['updates'] for r in runs]):.0f}",
+                f"{np.mean([r['tokens'] for r in runs]) / 1e6:.2f}M",
+                f"{np.mean([r['seconds'] for r in runs]):.0f}",
+            ]
+        )
+    return table(lines)
+
+
+PAIRS = (
+    ("s_oracle", "s_random"),
+    ("s_atb", "s_random"),
+    ("s_atb", "s_first"),
+    ("s_atb", "s_position"),
+    ("s_atb", "s_treerl"),
+    ("s_residual", "s_atb"),
+    ("s_mean", "s_atb"),
+    ("s_entropy", "s_atb"),
+    ("s_oracle", "s_atb"),
+    ("s_attnrl", "s_treerl"),
+    ("s_attnrl", "s_grpo"),
+    ("s_attnrl", "s_atb"),
+    ("s_treerl", "s_grpo"),
+)
+
+
+def pair_table(rows: Rows) -> str:
+    """Paired differences over the seeds both have: held-out at equal tokens, training accuracy at equal updates."""
+    runs = by_preset(rows, "main")
+    lines = [["difference, points", "seeds", "held-out, equal tokens", "training accuracy, equal iterations"]]
+    for a, b in PAIRS:
+        seeds = sorted(set(runs.get(a, {})) & set(runs.get(b, {})))
+        if not seeds:
+            continue
+        equal = []
+        for seed in seeds:
+            least = min(runs[a][seed]["iterations"], runs[b][seed]["iterations"])
+            ends = [float(np.mean(runs[p][seed]["series"]["accuracy"][max(0, least - 5) : least])) for p in (a, b)]
+            equal.append(ends[0] - ends[1])
+        held_out = [runs[a][s]["after"] - runs[b][s]["after"] for s in seeds]
+        lines.append([f"{NAMES[a]} - {NAMES[b]}", str(len(seeds)), signed(held_out), signed(equal)])
+    return table(lines)
+
+
+def signed(values: Sequence[float]) -> str:
+    mean, half = spread([100 * v for v in values])
+    return f"{mean:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})" if np.isfinite(half) else f"{mean:+.1f}"
+
+
+def sweep_table(rows: Rows) -> str:
+    rates = sorted({r["cell"]["rate"] for r in rows if r["cell"]["stage"] == "sweep"})
+    lines = [["preset", *(f"{rate:g}" for rate in rates), "seeds"]]
+    for preset in NAMES:
+        own = [r for r in rows if r["cell"]["stage"] == "sweep" and r["cell"]["preset"] == preset]
+        if own:
+            cells = [[r["after"] for r in own if r["cell"]["rate"] == rate] for rate in rates]
+            means = [100 * float(np.mean(c)) if c else np.nan for c in cells]
+            best = int(np.nanargmax(means))
+            texts = [f"**{m:.1f}**" if i == best else f"{m:.1f}" for i, m in enumerate(means)]
+            lines.append([NAMES[preset], *texts, str(max(len(c) for c in cells))])
+    return table(lines)
+
+
+PLACES = {
+    "points are the first steps": "first_steps",
+    "before the decisive step": "before",
+    "in it": "at",
+    "after it": "after",
+    "points whose outcomes differ": "split",
+    "first point at": "first",
+    "second point at": "last",
+    "FCI, position": "position_correlation",
+}
+
+
+def place_table(rows: Rows) -> str:
+    lines = [["rule", "trees", *PLACES]]
+    for preset, own in by_preset(rows, "main").items():
+        found = [r["branching"] for r in own.values()]
+        if not any(f.get("trees") for f in found):
+            continue
+        cells = [[f[key] for f in found if key in f] for key in PLACES.values()]
+        trees = sum(f["trees"] for f in found)
+        lines.append([NAMES[preset], f"{trees:,.0f}", *(f"{np.mean(c):.2f}" if c else "-" for c in cells)])
+    return table(lines)
+
+
+def signal_table(rows: Rows) -> str:
+    keys = {
+        "trunks valid": "trunks_valid",
+        "branches valid": "branches_valid",
+        "both valid": "both_valid",
+        "valid token share": "valid",
+        "filtered": "filtered",
+        "prompts a batch": "prompts",
+        "entropy": "entropy",
+        "KL to the start, median": "kl",
+    }
+    lines = [["preset", *keys]]
+    for preset, own in by_preset(rows, "main").items():
+        cells = []
+        for key in keys.values():
+            middle = np.nanmedian if key == "kl" else np.nanmean  # of the KL, single iterations can be a thousand
+            values = [middle(np.array(r["series"][key], dtype=float)) for r in own.values() if key in r["series"]]
+            cells.append(f"{np.mean(values):.3g}" if values else "-")
+        lines.append([NAMES[preset], *cells])
+    return table(lines)
+
+
+def auc_table(rows: Rows) -> str:
+    lines = [["runs", "easy prompts", "of these with signal", "AUC of mean FCI"]]
+    for preset, own in by_preset(rows, "main").items():
+        found = [r["branching"] for r in own.values() if "filter_auc" in r["branching"]]
+        if found and preset in ("s_atb", "s_residual", "s_mean", "s_no_filter"):
+            easy, signal = (sum(f[k] for f in found) for k in ("easy_prompts", "easy_with_signal"))
+            aucs = shown([f["filter_auc"] for f in found], 1.0, ".2f")
+            lines.append([NAMES[preset], f"{easy:.0f}", f"{signal:.0f}", aucs])
+    return table(lines)
+
+
+def value_tables(values: dict[str, Any]) -> dict[str, str]:
+    rules = [["rule", *next(iter(values["rules"].values()))]]
+    rules += [[name, *(f"{v:.3f}" for v in row.values())] for name, row in values["rules"].items()]
+    pairs = [["rank correlation over the steps of a response", "mean (95 % interval over prompts)"]]
+    pairs += [
+        [name, f"{m:+.2f} ({low:+.2f} to {high:+.2f})"] for name, (m, low, high) in values["correlations"].items()
+    ]
+    facts = [["", "decisive steps", "other steps"]]
+    for name in ("squared effect", "FCI over its position null"):
+        if name in values:
+            facts.append([name, *(f"{v:.3f}" for v in values[name].values())])
+    return {"rules": table(rules), "correlations": table(pairs), "facts": table(facts)}
+
+
+def curves(rows: Rows, path: Path) -> None:
+    """Training accuracy against generated tokens, and the held-out differences with their intervals."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "attnrl"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 4.6))
+    runs = by_preset(rows, "main")
+    budget = min(r["tokens"] for own in runs.values() for r in own.values())
+    grid = np.linspace(0.05, 1, 40) * budget
+    for preset, own in runs.items():
+        lines = np.array([[at(r, "tokens", x) for x in grid] for r in own.values()])
+        axes[0].plot(grid / 1e6, 100 * lines.mean(axis=0), label=NAMES[preset], linewidth=1.4)
+    axes[0].set_xlabel("generated tokens, millions", fontsize=9)
+    axes[0].set_title("training accuracy, mean over seeds, five iterations each", fontsize=10)
+    axes[0].legend(fontsize=7)
+    ends = {p: spread([100 * r["after"] for r in own.values()]) for p, own in runs.items()}
+    order = sorted(ends, key=lambda p: ends[p][0])
+    axes[1].errorbar(
+        [ends[p][0] for p in order], range(len(order)), xerr=[ends[p][1] for p in order], fmt="o", capsize=3
+    )
+    axes[1].set_yticks(range(len(order)), [NAMES[p] for p in order], fontsize=8)
+    axes[1].set_title("held-out accuracy at equal tokens, 95 % over seeds", fontsize=10)
+    for axis in axes:
+        axis.grid(alpha=0.25)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def write_all(results: Path) -> None:
+    """Every table of the page and every figure, from the rows on record."""
+    made: dict[str, str] = {}
+    makers: dict[str, Callable[[Rows], str]] = {
+        "main": main_table,
+        "pairs": pair_table,
+        "sweep": sweep_table,
+        "places": place_table,
+        "signal": signal_table,
+        "auc": auc_table,
+    }
+    for file in sorted(results.glob("*.jsonl")):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        made |= {f"{file.stem} {name}": make(rows) for name, make in makers.items()}
+        if by_preset(rows, "main"):
+            curves(rows, FIGURES / f"results_{file.stem}.svg")
+    for file in sorted(results.glob("*_values.json")):
+        tables = value_tables(json.loads(file.read_text()))
+        made |= {f"{file.stem} {name}": text for name, text in tables.items()}
+    page = PAGE.read_text()
+    for name in re.findall(r"<!-- table (.+?) -->", page):
+        if name not in made:
+            raise SystemExit(f"{PAGE} asks for table {name!r}; there are: {', '.join(made)}")
+        pattern = rf"(<!-- table {re.escape(name)} -->\n).*?(<!-- end -->)"
+        page = re.sub(pattern, lambda m, text=made[name]: f"{m[1]}{text}\n{m[2]}", page, flags=re.DOTALL)
+    PAGE.write_text(page)
