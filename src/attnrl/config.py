@@ -271,8 +271,8 @@ class AlgoConfig(Section):
     mode: Literal["paper", "released"] = "paper"
     """Whether steps that cannot branch are left out of quantile and mean FCI, or count as zeros."""
     rule: str = "fci"
-    """Where to branch: fci, surprisal, entropy, random_steps, uniform, every_step, fixed_segments, low_probability, none;
-    the controls first_steps, position, fci_residual, fci_mean, step_entropy, oracle (docs/results.md); or
+    """Where to branch: fci, surprisal, entropy, random_steps, uniform, every_step, fixed_segments, low_probability,
+    none; the controls first_steps, position, fci_residual, fci_mean, step_entropy, oracle (docs/results.md); or
     package.module:function."""
     rule_options: dict[str, Any] = {}
     """Keyword options of the rule."""

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import BINARY, MISSING, Browser
 
 from attnrl.analysis.page import write_whole
 from attnrl.analysis.score_page import HeadMap, Response, build_score_page, map_page
+from browser import BINARY, MISSING, Browser
 
 ATTACK = "<script>window.attacked = 1</script><img src=x onerror='window.attacked = 2'>"
 
