@@ -127,4 +127,4 @@ def grade(attempts: Sequence[Attempt]) -> list[Verdict]:
 
 def fake_parts(config: Config, backend: FakeBackend | None = None) -> Parts:
     """The parts that a config names, over a fake backend."""
-    return assemble(config, check_parts(config), backend or FakeBackend(), FakeStream(), texts, decode, grade)
+    return assemble(config, check_parts(config), backend or FakeBackend(), FakeStream(), texts, decode, grade, dict)

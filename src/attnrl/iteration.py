@@ -65,6 +65,7 @@ class Parts:
     decode: Callable[[Ids], str]  # response -> text
     segment: Callable[[Ids], tuple[Step, ...]]  # response -> steps
     grade: Grade  # attempts -> verdicts
+    graded: Callable[[], dict[str, float]]  # metrics of the rewards since last asked
     rule: Rule  # where to branch, Eq. 7
     filter: Filter  # which prompts, Eq. 8
     budget: Budget  # trees per prompt, Eq. 9
@@ -96,11 +97,10 @@ class Outcome:
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds per phase, verdicts that are errors by their kind, and the rewards that verdicts are made of."""
+    """Seconds per phase, and verdicts that are errors by their kind."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     errors: Counter[str] = field(default_factory=Counter)
-    rewards: dict[str, list[float]] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -108,18 +108,11 @@ class Clock:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def count(self, verdicts: Sequence[Verdict]) -> None:
-        self.errors.update(v.error.partition(":")[0] for v in verdicts if v.error is not None)
-        for verdict in verdicts:
-            for name, value in verdict.parts.items():
-                self.rewards.setdefault(name, []).append(value)
-
     def metrics(self) -> dict[str, float]:
-        rewards = {f"reward/{name}": float(np.mean(values)) for name, values in self.rewards.items()}
         named = {f"seconds/{name}": spent for name, spent in self.seconds.items()}
         errors = {f"verify/{kind}": float(count) for kind, count in self.errors.items()}
         total = {"verify/errors": float(self.errors.total()), "seconds/iteration": sum(named.values())}
-        return {**rewards, **errors, **named, **total}
+        return {**errors, **named, **total}
 
 
 def one_step_off_policy(state: State, parts: Parts) -> Outcome:
@@ -275,7 +268,7 @@ def grade(
         for ids, rollout, prompt in zip(responses, rollouts, prompts, strict=True)
     ]
     verdicts = parts.grade(attempts)
-    clock.count(verdicts)
+    clock.errors.update(v.error.partition(":")[0] for v in verdicts if v.error is not None)
     return verdicts
 
 
@@ -386,7 +379,7 @@ def describe(
     rollouts: Sequence[Rollout],
     parts: Parts,
 ) -> dict[str, float]:
-    """The iteration's metrics, after the paper's figures, and the engine's own."""
+    """The iteration's metrics, after the paper's figures, with those of rewards and engine."""
     return {
         "iteration": float(state.iteration + 1),
         "batch/prompts": float(len(groups)),
@@ -396,5 +389,6 @@ def describe(
         **group_statistics(groups),
         **forest_statistics(forests),
         **generation_statistics(rollouts),
+        **parts.graded(),
         **parts.backend.metrics(),
     }

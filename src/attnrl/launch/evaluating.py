@@ -131,6 +131,7 @@ def build_evaluate(config: Config, prompts: Mapping[str, Sequence[Prompt]], back
             progress=True,
         )
         backend.metrics()  # what the evaluation cost is not the next iteration's
+        parts.graded()
         return report.metrics()
 
     return after

@@ -21,6 +21,7 @@ from attnrl.types import Ids, Sampling, Scoring
 if TYPE_CHECKING:
     from attnrl.backend import Backend
     from attnrl.iteration import Grade
+    from attnrl.reward import Rewards
 
 KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {  # the parts of [algo] that are called with options
     "segmenter": SEGMENTERS,
@@ -91,13 +92,13 @@ def build_parts(
     backend: Backend,
     stream: Stream,
     tokenizer: Any,
-    grade: Grade,
+    rewards: Rewards,
 ) -> Parts:
-    """The parts of an iteration over an engine, a stream of prompts, a tokenizer and a grader."""
+    """The parts of an iteration over an engine, a stream of prompts, a tokenizer and rewards."""
     from attnrl.data.texts import TokenTexts
 
     texts = TokenTexts(tokenizer)
-    return assemble(config, bound, backend, stream, texts, decoder(tokenizer), grade)
+    return assemble(config, bound, backend, stream, texts, decoder(tokenizer), rewards.grade, rewards.metrics)
 
 
 def assemble(
@@ -108,6 +109,7 @@ def assemble(
     texts: Callable[[Ids], list[str]],
     decode: Callable[[Ids], str],
     grade: Grade,
+    graded: Callable[[], dict[str, float]],
 ) -> Parts:
     """As `build_parts`, with what is needed of the tokenizer as two functions."""
     algo, segmenter = config.algo, bound["segmenter"]
@@ -117,6 +119,7 @@ def assemble(
         decode=decode,
         segment=lambda ids: segmenter(texts(ids)),
         grade=grade,
+        graded=graded,
         rule=bound["rule"],
         filter=bound["filter"],
         budget=bound["budget"],

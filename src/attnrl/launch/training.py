@@ -92,7 +92,7 @@ def train(
     ):
         say_where_it_goes_on(run_dir, state, say)
         watching = [console_line(config), *trackers_of(config, run_dir, state), *observers]
-        parts = build_parts(config, bound, backend, stream, tokenizer, rewards.grade)
+        parts = build_parts(config, bound, backend, stream, tokenizer, rewards)
         state = loop(
             parts,
             find(SCHEDULES, config.algo.schedule),
