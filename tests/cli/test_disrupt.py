@@ -15,7 +15,7 @@ def test_a_killed_experiment_goes_on_to_the_same_end(tmp_path: Path, capsys: pyt
     assert run([*WORDS, "--output", str(output)]) == 0
     said = capsys.readouterr().out
     assert "FCI top 20 %" in said
-    assert "more than hiding entropy top 20 %" in said
+    assert "minus that of hiding entropy top 20 %" in said
     file = output / "trials.jsonl"
     whole = file.read_text()
     lines = [json.loads(line) for line in whole.splitlines()]

@@ -114,36 +114,58 @@ def common_budget(records: Sequence[RunRecord], axis: Axis) -> float:
 
 
 def numbers(record: RunRecord, axis: Axis, budget: float, target: float) -> Numbers:
-    """One run up to the budget: the last evaluation within it is the final one."""
+    """One run up to the budget. Between two evaluations accuracy is read off the straight line: runs seldom stop, and
+    are seldom evaluated, at exactly the same place.
+    """
     x = positions(record, axis)
     names = [name for name in benchmarks(record) if name != "average"]
     rows = [i for i, row in enumerate(record.metrics) if any(f"eval/{name}/pass@1" in row for name in names)]
-    within = [i for i in rows if x[i] <= budget * (1 + 1e-9)]
-    if not within:
+    if not rows or x[rows[0]] > budget:
         raise DataError(f"{record.name}: no evaluation within {budget:g} {axis}; evaluation.every was 0, or too large")
 
-    def accuracy(i: int) -> float:
+    def height(i: int) -> float:
         found = [record.metrics[i][key] for name in names if (key := f"eval/{name}/pass@1") in record.metrics[i]]
         return float(np.mean(found))
 
-    heights = [accuracy(i) for i in within]
-    reached = next((i for i, height in zip(within, heights, strict=True) if height >= target), None)
+    where, heights = [x[i] for i in rows], [height(i) for i in rows]
+    final = float(np.interp(budget, where, heights))
+    within = [n for n in range(len(rows)) if where[n] <= budget]
+    curve = ([where[n] for n in within] + [budget], [heights[n] for n in within] + [final])
     at = axes(record.metrics)
+    costs = {name: _first_reach([at[name][i] for i in rows], heights, target) for name in ("tokens", "seconds")}
     last = max(i for i in range(len(x)) if x[i] <= budget * (1 + 1e-9))
-    final = record.metrics[within[-1]]
     return Numbers(
         seed=int(record.setting("run.seed", 0)),
         first=heights[0],
-        final=heights[-1],
-        best=max(heights),
-        area=_area([x[i] for i in within], heights),
-        to_target_tokens=math.nan if reached is None else at["tokens"][reached],
-        to_target_seconds=math.nan if reached is None else at["seconds"][reached],
+        final=final,
+        best=max(curve[1]),
+        area=_area(*curve),
+        to_target_tokens=costs["tokens"],
+        to_target_seconds=costs["seconds"],
         iterations=at["iteration"][last],
         seconds=at["seconds"][last],
         valid_tokens=float(sum(row.get("train/valid_tokens", 0.0) for row in record.metrics[: last + 1])),
-        by_benchmark={name: final[f"eval/{name}/pass@1"] for name in names if f"eval/{name}/pass@1" in final},
+        by_benchmark={name: _benchmark_at(record, name, x, budget) for name in names},
     )
+
+
+def _benchmark_at(record: RunRecord, name: str, x: Sequence[float], budget: float) -> float:
+    rows = [(x[i], row[f"eval/{name}/pass@1"]) for i, row in enumerate(record.metrics) if f"eval/{name}/pass@1" in row]
+    return float(np.interp(budget, [at for at, _ in rows], [value for _, value in rows]))
+
+
+def _first_reach(x: Sequence[float], heights: Sequence[float], target: float) -> float:
+    """Where the straight lines between the points first reach the target; not a number where they never do.
+
+    >>> _first_reach([0, 10, 20], [0.2, 0.4, 0.8], 0.5), _first_reach([0, 10], [0.2, 0.4], 0.9)
+    (12.5, nan)
+    """
+    if heights[0] >= target:
+        return x[0]
+    for a, b, low, high in zip(x, x[1:], heights, heights[1:], strict=False):
+        if high >= target:
+            return a + (b - a) * (target - low) / (high - low)
+    return math.nan
 
 
 def _area(x: Sequence[float], heights: Sequence[float]) -> float:

@@ -67,7 +67,9 @@ class Separation:
     low: float
     high: float
     auc_fci: float  # chance that a prompt without signal has the lower FCI
-    auc_accuracy: float  # the same with trunk accuracy alone: without signal is the more accurate
+    auc_accuracy: (
+        float  # the same with trunk accuracy alone: without signal is the one nearer to all right or all wrong
+    )
 
 
 def separation(cases: Sequence[Problem], scope: str) -> Separation | None:
@@ -93,7 +95,7 @@ def separation(cases: Sequence[Problem], scope: str) -> Separation | None:
         low=float(low),
         high=float(high),
         auc_fci=auc([-c.fci for c in kept], none),
-        auc_accuracy=auc([c.accuracy for c in kept], none),
+        auc_accuracy=auc([abs(c.accuracy - 0.5) for c in kept], none),
     )
 
 

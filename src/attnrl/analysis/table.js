@@ -135,7 +135,7 @@ function tablePage(q) {
   const count = el("p", { class: "soft num", id: "count", role: "status" }), body = el("tbody", {}), above = el("tr", { class: "spacer", "aria-hidden": "true" }, el("td", { colspan: columns.length })), below = above.cloneNode(true);
   const headers = columns.map(([name, text, words]) => el("th", { "data-column": name, title: words, class: ["problem", "kind", "run"].includes(name) ? null : "n" },
     el("button", { type: "button", on: { click: () => write({ sort: name, dir: (q.sort || "iteration") === name && q.dir !== "up" ? "up" : "down" }) } }, text)));
-  const scroller = el("div", { class: "card scroller", tabindex: 0, role: "region", "aria-label": "Forests", on: { scroll: () => draw(), keydown: keys } },
+  const scroller = el("div", { class: "card scroller", tabindex: 0, role: "region", "aria-label": "Forests", on: { scroll: () => draw(true), keydown: keys } },
     el("table", { class: "forests" }, el("thead", {}, el("tr", {}, headers)), body));
   const cell = (row, name) => {
     if (name === "run") return el("td", {}, el("span", { class: "runkey", css: { "--colour": colour(row.run) } }, el("i", { class: "swatch" }), DATA.runs[row.run].name));
@@ -144,8 +144,11 @@ function tablePage(q) {
     const text = { iteration: row.iteration, value: row.value.toFixed(3), right: `${row.right}/${row.leaves}`, branched: `${row.branched}/${row.trees}`, tokens: compact(row.tokens), cut: row.cut || "", fci: row.fci === null ? "–" : digits(row.fci, 3), interest: row.interest.toFixed(2) }[name];
     return el("td", { class: "n" }, String(text));
   };
-  const draw = () => {
-    const shown = Math.ceil((scroller.clientHeight || 600) / ROW) + 8, first = Math.max(0, Math.min(Math.floor(scroller.scrollTop / ROW) - 4, order.length - shown));
+  let at = -1;
+  const draw = (scrolled) => {
+    const shown = Math.ceil((scroller.clientHeight || 600) / ROW) + 12, first = Math.max(0, Math.min(Math.floor(scroller.scrollTop / ROW) - 6, order.length - shown));
+    if (scrolled && Math.abs(first - at) < 4 && at >= 0) return; // the rows drawn beyond the edges are still enough
+    at = first;
     above.firstChild.style.height = `${first * ROW}px`;
     below.firstChild.style.height = `${Math.max(0, order.length - first - shown) * ROW}px`;
     body.replaceChildren(above, ...order.slice(first, first + shown).map((row, i) => el("tr", { class: first + i === table.cursor ? "cursor" : null, "data-key": row.key, "aria-rowindex": first + i + 1,
@@ -181,7 +184,7 @@ function tablePage(q) {
     select("reason", "Why", kinds.map((k) => [k, reasonName(k)])), select("outcome", "Outcome", Object.entries(OUTCOMES)),
     el("details", { class: "more-filters", open: Object.keys(RANGES).some((n) => q[`${n}_min`] || q[`${n}_max`]) }, el("summary", {}, "Ranges"), Object.entries(RANGES).map(([name, label]) => el("span", {}, input(`${name}_min`, label, { size: 5, placeholder: "from" }), input(`${name}_max`, "", { size: 5, placeholder: "to", "aria-label": `${label} to` })))),
     el("button", { type: "button", class: "plain", on: { click: () => { location.hash = "#trees"; } } }, "Clear"));
-  scroller.addEventListener("focus", draw);
+  scroller.addEventListener("focus", () => draw());
   setTimeout(() => { const at = table.cursor; refresh(); scroller.scrollTop = Math.max(0, at * ROW - 200); scroller.focus({ preventScroll: true }); });
   searchTexts(q, refresh);
   return { node: el("section", {}, el("h2", {}, "Trees"), el("p", { class: "lead" }, "Every recorded forest: one row a prompt and iteration. Choose a row to see its trees; point at a column's name to see what it says."), filters, count, scroller), refresh };

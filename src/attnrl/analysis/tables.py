@@ -17,7 +17,10 @@ def tables(found: Comparison, form: Format = "markdown") -> str:
     at = f"at {short(found.budget)} {found.axis}"
     seeds = ", ".join(f"{m.name} {len(m.runs)}" for m in found.methods)
     parts = [
-        (f"Held-out accuracy in percent, {at} (mean over seeds: {seeds})", accuracy_rows(found)),
+        (
+            f"Held-out accuracy in percent, {at} (mean over seeds: {seeds}; on the line between evaluations)",
+            accuracy_rows(found),
+        ),
         (f"Cost and accuracy, {at}", cost_rows(found)),
         (
             f"Curves, {at}; target {100 * found.target:.1f}; differences are paired by seed, brackets are 95 % "

@@ -99,7 +99,7 @@ def table(found: dict[str, Any]) -> str:
     lines.append("")
     for name, c in found["fci_top_costs_more_than"].items():
         points = f"{100 * c['points']:+.1f} points [{100 * c['low']:+.1f}, {100 * c['high']:+.1f}]"
-        lines.append(f"hiding {TYPES['fci_top']} costs {points} more than hiding {TYPES[name]}")
+        lines.append(f"cost of hiding {TYPES['fci_top']} minus that of hiding {TYPES[name]}: {points}")
     lines += ["", "place of the hidden step, accuracy with it hidden:"]
     for number, row in enumerate(found["by_position"]):
         span = f"{20 * number:3} to {20 * (number + 1):3} %"

@@ -1,0 +1,149 @@
+"""Comparison of runs, tables and figures: numbers by hand on made-up runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from attnrl.algo.adaptive import mean_fci
+from attnrl.analysis.comparison import common_budget, compare_runs, estimate, group_methods, numbers, paired
+from attnrl.analysis.forests import grouped, rebuild
+from attnrl.analysis.intervals import auc
+from attnrl.analysis.problems import Problem, problems, separation
+from attnrl.analysis.records import RunRecord
+from attnrl.analysis.tables import tables
+from attnrl.cli import run as command
+from attnrl.errors import DataError
+from attnrl.types import Group
+
+
+def record(name: str, accuracies: list[float], *, seed: int = 0, rule: str = "fci", tokens: int = 10) -> RunRecord:
+    """A run evaluated before training and after each iteration, of so many tokens and 60 s an iteration."""
+    metrics = [{"iteration": 0.0, "eval/a/pass@1": accuracies[0]}]
+    for i, accuracy in enumerate(accuracies[1:], start=1):
+        cost = {"generate/tokens": tokens, "seconds/iteration": 60.0, "train/valid_tokens": 7.0, "policy/updates": 2.0}
+        metrics.append({"iteration": float(i), "eval/a/pass@1": accuracy, **cost})
+    config = {"about": name, "run": {"seed": seed}, "algo": {"rule": rule}}
+    return RunRecord(name, Path(name), config, {}, metrics, ())
+
+
+def test_runs_of_one_config_are_one_method() -> None:
+    runs = [record("a_s0", [0, 1], seed=0), record("b_s0", [0, 1], rule="none"), record("a_s1", [0, 1], seed=1)]
+    methods = group_methods(runs)
+    assert [(m.name, m.seeds) for m in methods] == [("a", (0, 1)), ("b", (0,))]
+    with pytest.raises(DataError, match="a_s9: the same config and seed"):
+        group_methods([*runs, record("a_s9", [0, 1], seed=1)])
+
+
+def test_numbers_by_hand() -> None:
+    run = record("a", [0.2, 0.4, 0.9, 0.6])
+    found = numbers(run, "iterations", 3.0, target=0.5)
+    assert (found.first, found.final, found.best) == (0.2, 0.6, 0.9)
+    assert found.area == pytest.approx((0.3 + 0.65 + 0.75) / 3)
+    assert (found.to_target_tokens, found.to_target_seconds) == pytest.approx((12, 72))  # a fifth of the way up
+    assert (found.iterations, found.seconds, found.valid_tokens) == (3, 180, 21)
+    early = numbers(run, "tokens", 19.0, target=0.95)
+    assert early.final == pytest.approx(0.4 + 0.9 * 0.5)  # nine tenths of the way to the next evaluation
+    assert (early.best, early.iterations) == (early.final, 1)
+    assert math.isnan(early.to_target_tokens)
+    assert numbers(run, "updates", 4.0, 1.0).final == 0.9
+
+
+def test_the_budget_is_what_all_have_reached() -> None:
+    runs = [record("a", [0, 1, 1], tokens=10), record("b", [0, 1], tokens=100, rule="none")]
+    assert common_budget(runs, "iterations") == 1
+    assert common_budget(runs, "tokens") == 20
+
+
+def test_differences_are_paired_by_seed() -> None:
+    """Seeds differ far more than methods: only pairs see a difference that is the same in each."""
+    base = [record(f"a{s}", [0.0, level], seed=s) for s, level in enumerate((0.2, 0.5, 0.8))]
+    better = [record(f"b{s}", [0.0, level + 0.1], seed=s, rule="none") for s, level in enumerate((0.2, 0.5, 0.8))]
+    found = compare_runs([*base, *better])
+    difference = paired(found.numbers[0], found.numbers[1])
+    assert difference.mean == pytest.approx(0.1)
+    assert (difference.low, difference.high) == pytest.approx((0.1, 0.1))
+    alone = estimate([n.final for n in found.numbers[1]])
+    assert alone.low < 0.5 < alone.high
+    text = tables(found)
+    assert "+10.0 [+10.0, +10.0]" in text
+    assert "| a | 50.0 | 50.0 |" in text
+    assert "| b | **60.0** | **60.0** |" in text
+    latex = tables(found, "latex")
+    assert r"b & \textbf{60.0} & \textbf{60.0} \\" in latex
+    assert r"\# Valid tokens" in latex
+    assert latex.count(r"\begin{tabular}") == latex.count(r"\bottomrule") == 3
+    with pytest.raises(DataError, match="--baseline x: the methods are a, b"):
+        compare_runs([*base, *better], baseline="x")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, make_run: Callable[..., Path]) -> list[Path]:
+    folder = tmp_path_factory.mktemp("compare")
+    made = []
+    for rule, estimator in (("fci", "tree"), ("none", "grpo")):
+        for seed in (0, 1):
+            path = make_run(folder / f"{estimator}_s{seed}", iterations=4, seed=seed, rule=rule, estimator=estimator)
+            config = json.loads((path / "config.json").read_text())
+            config["run"]["seed"] = seed
+            (path / "config.json").write_text(json.dumps(config))
+            made.append(path)
+    return made
+
+
+def test_mean_fci_of_a_problem_is_the_filters(runs: list[Path]) -> None:
+    file = runs[0] / "forests" / "000004.parquet"
+    forests = [rebuild(rows) for rows in grouped(pq.read_table(file).to_pylist())]
+    found = problems([file])
+    assert len(found) == len(forests) == 6
+    for case, forest in zip(found, forests, strict=True):
+        group = Group(forest.prompt, tuple(t.trunk for t in forest.trees))
+        assert case.fci == pytest.approx(mean_fci(group), rel=1e-5)
+        assert case.accuracy == pytest.approx(group.accuracy)
+        rewards = {leaf.reward for t in forest.trees for leaf in (t.trunk, *t.branches)}
+        assert case.signal == (len(rewards) == 2)
+
+
+def test_separation_by_hand() -> None:
+    """Low FCI marks the easy prompts without signal; trunk accuracy is the same for all and says nothing."""
+    cases = [Problem(1, str(i), 0.1 + 0.01 * i, 1.0, False, False) for i in range(10)]
+    cases += [Problem(1, str(i), 0.3 + 0.01 * i, 1.0, True, False) for i in range(10)]
+    cases += [Problem(1, "x", 0.0, 1.0, True, True), Problem(1, "y", 0.0, 0.5, True, False)]
+    easy = separation(cases, "easy")
+    assert easy is not None
+    assert (easy.without, easy.others) == (10, 10)  # the dropped one and the hard one are left out
+    assert easy.difference == pytest.approx(-0.2)
+    assert easy.low < -0.2 < easy.high < 0
+    assert (easy.auc_fci, easy.auc_accuracy) == (1.0, 0.5)
+    assert separation(cases[:10], "all") is None
+
+
+def test_auc_against_all_pairs() -> None:
+    rng = np.random.default_rng(0)
+    scores, marks = rng.integers(0, 5, 40), rng.random(40) < 0.4
+    pairs = [(a > b) + 0.5 * (a == b) for a in scores[marks] for b in scores[~marks]]
+    assert auc(scores.tolist(), marks.tolist()) == pytest.approx(np.mean(pairs))
+
+
+def test_the_commands(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(path) for path in runs]
+    assert command(["compare", *words, "--at", "tokens", "--baseline", "grpo"]) == 0
+    said = capsys.readouterr().out
+    assert "mean over seeds: tree 2, grpo 2" in said
+    assert "baseline |" in said
+    pytest.importorskip("matplotlib")
+    assert command(["figures", *words, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    for name in ("fig4_problems", "fig5_pipeline", "fig6_branching", "fig7_sampling", "fig8_dynamics", "fig9_tests"):
+        for form in ("svg", "pdf", "png"):
+            assert (tmp_path / f"{name}.{form}").stat().st_size > 1000
+        assert f"{name}: {name}.svg" in said
+    assert "grpo, all prompts: mean FCI" in said
+    text = (tmp_path / "fig8_dynamics.svg").read_text()
+    assert text.count("<path") > 50
