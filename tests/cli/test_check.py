@@ -80,12 +80,13 @@ def test_the_demo_is_well(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     said = {line.split()[1]: line.split()[0] for line in done.stdout.splitlines() if line[:1] != " "}
     assert set(said) == {
-        "config", "data", "prompt", "reward", "memory", "responses", "agreement", "update", "time",
+        "config", "data", "held", "prompt", "reward", "memory", "responses", "agreement", "update", "time",
     }  # fmt: skip
     assert "wrong" not in said.values()
     assert "5 rows: 5 golds right, 5 times nonsense wrong" in done.stdout
     assert "All counts are modulo 11." in done.stdout  # the prompt as it is
     assert "12 responses" in done.stdout
+    assert "held out  tasks 256 problems x 2" in done.stdout
     assert "1,124,736 weights" in done.stdout
     assert list(tmp_path.iterdir()) == []  # nothing is written
 

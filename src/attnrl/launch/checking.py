@@ -18,7 +18,13 @@ from attnrl.algo.adaptive import most_points
 from attnrl.config import Config, load_config
 from attnrl.console import time_span
 from attnrl.errors import ConfigError
-from attnrl.launch.data import prompt_stream, train_records
+from attnrl.launch.data import (
+    evaluation_prompts,
+    evaluation_records,
+    evaluation_samples,
+    prompt_stream,
+    train_records,
+)
 from attnrl.launch.forecast import GB, memory, shape_of, work
 from attnrl.launch.models import (
     check_model,
@@ -132,6 +138,11 @@ def check(
     tokenizer = load_tokenizer(path)
     chosen, _ = prompt_stream(config, records, tokenizer, about_data.append).draw({}, prompts)
     found.add("ok", "data", "\n".join([f"{len(records):,} rows", *about_data]))
+    if config.evaluation.every:
+        held_out = evaluation_prompts(config, evaluation_records(config), tokenizer)
+        samples = evaluation_samples(config)
+        sizes = [f"{name} {len(rows)} problems x {samples[name]}" for name, rows in held_out.items()]
+        found.add("ok", "held out", ", ".join(sizes))
     look_at_prompt(chosen[0], tokenizer, found)
     with rewards:
         grade_golds(config, records, rewards, found)
