@@ -45,7 +45,7 @@ TESTS: dict[str, list[str]] = {  # cheapest first
     "iteration.py": ["tests/test_schedules.py", "tests/test_iteration.py", "tests/test_updates.py"],
     "verify/pool.py": ["tests/verify/test_workers.py"],
     "policy/losses.py": ["tests/policy/test_losses.py"],
-    "policy/objective.py": ["tests/policy/test_losses.py", "tests/policy/test_objective.py"],
+    "policy/objective.py": ["tests/policy/test_losses.py"],
 }
 THIRD_PARTY = (
     "pytest",
@@ -145,7 +145,7 @@ def difference(before: str, after: str, around: int = 48) -> str:
     while stop < min(len(old), len(new)) - start and old[-1 - stop] == new[-1 - stop]:
         stop += 1
     middle = f"[{' '.join(old[start : len(old) - stop])} -> {' '.join(new[start : len(new) - stop])}]"
-    left, right = " ".join(old[:start])[-around:], " ".join(old[len(old) - stop :])[:around]
+    left, right = " ".join(old[:start])[-around:].strip(), " ".join(old[len(old) - stop :])[:around].strip()
     return " ".join(part for part in (left, middle, right) if part)
 
 
@@ -166,9 +166,9 @@ def statements(node: ast.AST, function: str = "module") -> Iterator[tuple[str, l
         if not isinstance(block, list):
             continue
         for index, child in enumerate(block):
-            if name != "handlers":
-                yield function, block, index
             inner = child.name if isinstance(child, ast.FunctionDef | ast.ClassDef) else function
+            if name != "handlers":
+                yield inner, block, index
             yield from statements(child, inner)
 
 

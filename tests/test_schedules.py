@@ -261,6 +261,7 @@ def test_trunks_nobody_scores_keep_the_samplers_log_probs_and_no_numbers() -> No
         assert trunk.scores.logprobs is trunk.rollout.logprobs
         assert trunk.scores.entropy.shape == trunk.rollout.ids.shape
         assert trunk.scores.fci.shape == (len(trunk.steps),)
+        assert (trunk.scores.entropy.dtype, trunk.scores.fci.dtype) == (np.float32, np.float32)
         assert np.isnan(trunk.scores.entropy).all()
         assert np.isnan(trunk.scores.fci).all()
 
@@ -268,7 +269,7 @@ def test_trunks_nobody_scores_keep_the_samplers_log_probs_and_no_numbers() -> No
 @pytest.mark.parametrize(
     ("preset", "temperature", "expected"),
     [
-        ("attnrl_1p5b", 0.8, Scoring(False, 4, "mean", 0.8)),  # as trunks are scored, without FCI
+        ("attnrl_1p5b", 0.8, Scoring(False, 3, "mean", 0.8)),  # as trunks are scored, without FCI
         ("treerl_1p5b", 0.8, Scoring(False, 4, "mean", 0.8)),  # nothing else is scored
     ],
 )
@@ -280,7 +281,8 @@ def test_credit_sees_the_samples_and_weighs_what_is_trained(preset: str, tempera
         return [np.full(len(s.response), 0.5, np.float32) for s in samples]
 
     backend = FakeBackend()
-    parts = replace(parts_of(preset, backend, **{"sampling.temperature": temperature}), credit=halve)
+    values = {"sampling.temperature": temperature} | ({"algo.delta": 3} if expected.delta == 3 else {})
+    parts = replace(parts_of(preset, backend, **values), credit=halve)
     outcome = step(parts, ON)
     ((samples, scores),) = seen
     assert len(samples) == len(scores) == len(backend.trained[0]) > 10

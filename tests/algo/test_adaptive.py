@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from attnrl.algo import advantages, branching
 from attnrl.algo.adaptive import (
+    BUDGETS,
+    FILTERS,
     all_trees,
     attention,
     choose_trunks,
@@ -24,6 +26,7 @@ from attnrl.algo.adaptive import (
     next_batch_size,
     not_all_right,
 )
+from attnrl.algo.parts import read_by
 from attnrl.types import Group
 
 
@@ -37,6 +40,9 @@ class TestMeanFci:
     def test_mean_over_trunks_of_the_mean_over_steps(self, build):
         # trunk 1: (1 + 3) / 2 = 2; trunk 2: (2 + 4 + 9) / 3 = 5; the pooled mean over steps would be 19 / 5
         assert mean_fci(group_with(build, [1, 3], [2, 4, 9])) == pytest.approx(3.5)
+
+    def test_the_sum_runs_in_doubles(self, build):
+        assert mean_fci(group_with(build, [2.0**24, 1, 1])) == (2**24 + 2) / 3  # 2**24 + 1 is no float32
 
     def test_answer_steps_stay_out_or_count_as_zeros(self, build):
         trunk = build.trunk(8, 1.0, starts=(2, 4, 6), fci=[50, 3, 5, 70], thinking=6)
@@ -72,6 +78,9 @@ class TestFilter:
     def test_at_the_mean_a_prompt_is_kept(self, build):
         same = [group_with(build, [0.1, 0.3], uid=str(i)) for i in range(7)]
         assert all(attention(same, {}).mask)
+
+    def test_where_nobody_is_attended_to_all_are_kept(self, build):
+        assert all(attention([group_with(build, [0, 0], uid=str(i)) for i in range(3)], {}).mask)
 
     def test_scope_easy_leaves_other_prompts_alone(self, build):
         easy, hard = group_with(build, [1], uid="easy"), group_with(build, [0], reward=0.0, uid="hard")
@@ -109,9 +118,29 @@ class TestFilter:
 
     def test_not_all_right_and_has_spread(self, build):
         groups = [build.group(1, 1), build.group(1, 0), build.group(0, 0)]
-        assert not_all_right(groups, {}).mask == (False, True, True)
-        assert has_spread(groups, {}).mask == (False, True, False)
-        assert [bool(r) for r in has_spread(groups, {}).reasons] == [True, False, True]
+        hard, spread = not_all_right(groups, {"x": 1}), has_spread(groups, {"x": 2})
+        assert (hard.mask, hard.memory) == ((False, True, True), {"x": 1})
+        assert hard.reasons == ("all trunks right", "", "")
+        assert (spread.mask, spread.memory) == ((False, True, False), {"x": 2})
+        assert spread.reasons == ("all trunks earn the same", "", "all trunks earn the same")
+
+    def test_by_name_and_what_each_reads(self, build):
+        groups = [group_with(build, [1], uid="low"), group_with(build, [9], uid="high"), build.group(1, 0, uid="mixed")]
+        kept = {name: kept_of(groups, part(groups, {})) for name, part in FILTERS.items()}
+        assert kept == {
+            "all": ["low", "high", "mixed"],
+            "attention": ["high", "mixed"],
+            "not_all_right": ["mixed"],
+            "has_spread": ["mixed"],
+        }
+        read = {name: set(read_by(part)) for name, part in FILTERS.items()}
+        assert read == {"all": set(), "attention": {"fci"}, "not_all_right": set(), "has_spread": set()}
+
+    def test_scores_that_are_no_numbers_keep_their_prompt_and_do_not_count(self, build):
+        groups = [group_with(build, [v], uid=str(v)) for v in (1, math.nan, 5)]
+        kept = attention(groups, {})
+        assert kept.mask == (False, True, True)
+        assert kept.memory == {"fci_sum": 6.0, "fci_count": 2}
 
     def test_spread_is_of_rewards_not_of_right_answers(self, build):
         assert has_spread([build.group(0.2, 0.4), build.group(0.9, 0.9)], {}).mask == (True, False)
@@ -137,6 +166,9 @@ class TestTreeNumber:
     def test_released_rounds_up(self):
         assert [difficulty_trees(c / 6, 6, rounding="ceil") for c in range(7)] == [6, 6, 5, 4, 4, 3, 3]
 
+    def test_by_name(self):
+        assert {name: budget(0.5, 6) for name, budget in BUDGETS.items()} == {"all": 6, "difficulty": 4}
+
     def test_all(self):
         assert [all_trees(a, 6) for a in (0.0, 0.5, 1.0)] == [6, 6, 6]
 
@@ -159,6 +191,10 @@ class TestChooseTrunks:
 
     def test_right_ones_first_where_they_are_few(self, build):
         assert choose_trunks(build.group(0, 1, 0, 0, 1, 0), 2, np.random.default_rng(1)) == [1, 4]
+
+    def test_right_ones_first_where_both_are_equally_many(self, build):
+        for seed in range(10):
+            assert choose_trunks(build.group(0, 1, 0, 1), 2, np.random.default_rng(seed)) == [1, 3]
 
     @given(rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=8), trees=st.integers(0, 9))
     def test_as_many_as_asked_and_no_majority_before_the_minority_is_used_up(self, build, rewards, trees):
@@ -210,6 +246,25 @@ class TestBatchSize:
         assert full_batch(rule, partial(advantages.treerl, train_leaves=16), **sizes) == 64 * 16
         assert full_batch(partial(branching.every_step, max_points=None), tree, **sizes) is None
         assert most_points(branching.every_step) is None
+
+    def test_a_rule_may_declare_its_most_points(self):
+        def own(prompt, trunk, rng, *, points=2, twice=False):
+            return ()
+
+        assert most_points(partial(own, points=3)) == 3
+        assert most_points(own) is None
+        own.most_points = 5
+        assert most_points(partial(own, points=3)) == most_points(own) == 5
+        own.most_points = lambda points=2, twice=False: points * (1 + twice)
+        assert most_points(partial(own, points=3, twice=True)) == 6
+        assert most_points(partial(branching.fixed_segments, max_points=4, points=9)) == 4
+
+    def test_an_estimator_may_train_on_trunks_or_on_some_leaves(self):
+        rule, sizes = partial(branching.fci, points=1), {"prompts": 10, "group": 4, "width": 3}
+        assert full_batch(rule, advantages.tree, **sizes) == 10 * 16
+        assert full_batch(rule, advantages.grpo, **sizes) == 10 * 4
+        assert full_batch(rule, partial(advantages.treerl, train_leaves=99), **sizes) == 10 * 16
+        assert full_batch(rule, partial(advantages.treerl, train_leaves=None), **sizes) == 10 * 16
 
     @given(share=st.floats(0.2, 1.0), start=st.floats(1.0, 500.0))
     def test_it_settles_where_the_valid_samples_meet_the_target(self, share, start):

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from attnrl.algo.adaptive import most_points
 from attnrl.algo.branching import RULES, candidates, fci, low_probability, top_steps, uniform
+from attnrl.algo.parts import read_by
 from attnrl.types import Step
 
 
@@ -52,6 +54,13 @@ class TestCandidateSet:
         scores[[4, 6]] = 1, 2  # sorted: seven zeros, 1 2 3; position 0.8 * 9 = 7.2, threshold 1 + 0.2 * 1
         assert top_steps(scores, steps, top_fraction=0.2) == [6, 9]
         assert top_steps(scores, steps, top_fraction=0.5) == [4, 6, 9]  # position 4.5: quantile 0
+
+    @pytest.mark.parametrize("scale", [1e-7, 0.01, 1.0, 1e6])
+    def test_the_scale_of_the_scores_does_not_matter(self, build, scale):
+        # 1..6: the threshold is 5, as by hand above; well under 1 and well above
+        steps = build.steps(1, 2, 3, 4, 5, 6, tokens=7)
+        assert top_steps(scale * np.array([99, 1, 6, 2, 5, 3, 4]), steps, top_fraction=0.2) == [2, 4]
+        assert top_steps(scale * np.array([99, 1, 6, 2, 4.999, 3, 4]), steps, top_fraction=0.1) == [2]
 
     def test_without_a_positive_score_it_is_empty(self, build):
         assert top_steps(np.zeros(4), build.steps(1, 2, 3, tokens=4)) == []
@@ -108,6 +117,12 @@ class TestFci:
         assert self.points(build, trunk, min_gap_tokens=4, mode="released") == (2, 8)  # the prompt has two tokens
         assert self.points(build, trunk, min_gap_tokens=512, mode="released") == (2, 8)  # none fits: the earliest
 
+    def test_released_takes_its_own_candidate_set(self, build):
+        # as in test_released_counts_excluded_steps_as_zeros: C is {1, 2} there and {2} in the paper
+        trunk = build.trunk(5, 1.0, starts=(1, 2, 3), fci=[50, 1, 2, 70], thinking=3)
+        assert self.points(build, trunk, points=1, top_fraction=0.4, mode="released") == (1,)
+        assert self.points(build, trunk, points=1, top_fraction=0.4, mode="paper") == (2,)
+
     def test_released_duplicates_where_steps_run_out(self, build):
         trunk = build.trunk(6, 1.0, starts=(2,), fci=[0, 1])
         assert self.points(build, trunk, points=3, mode="released") == (2, 2, 2)
@@ -125,6 +140,8 @@ class TestRivals:
         assert RULES["surprisal"](build.prompt(), trunk, rng(), points=2) == (2, 4)
         assert RULES["surprisal"](build.prompt(), trunk, rng(), points=1) == (2,)  # a tie goes to the earlier
         assert RULES["surprisal"](build.prompt(), trunk, rng(), points=99) == (1, 2, 3, 4)  # never first, never last
+        alike = build.trunk(300, 1.0, logprobs=[-1] * 300)
+        assert RULES["surprisal"](build.prompt(), alike, rng(), points=3) == (1, 2, 3)
 
     def test_entropy_reads_the_full_entropy(self, build):
         trunk = build.trunk(5, 1.0, entropy=[9, 0.1, 0.3, 0.2, 9])
@@ -146,6 +163,8 @@ class TestRivals:
         assert RULES["every_step"](build.prompt(), trunk, rng()) == (2, 4, 7)
         assert RULES["every_step"](build.prompt(), trunk, rng(), max_points=2) == (2, 7)
         assert RULES["every_step"](build.prompt(), trunk, rng(), max_points=1) == (4,)
+        assert RULES["every_step"](build.prompt(), trunk, rng(), max_points=3) == (2, 4, 7)
+        assert RULES["every_step"](build.prompt(), trunk, rng(), max_points=9) == (2, 4, 7)
 
     def test_fixed_segments(self, build):
         assert RULES["fixed_segments"](build.prompt(), build.trunk(9, 1.0), rng(), segment_tokens=4) == (4, 8)
@@ -164,6 +183,40 @@ class TestRivals:
 
     def test_none(self, build):
         assert RULES["none"](build.prompt(), build.trunk(10, 1.0, starts=(2, 4)), rng()) == ()
+
+
+def test_what_a_rule_gives_where_only_its_name_is_said(build):
+    """Two points (N of the paper), the upper fifth of steps, no gap; 512 tokens a segment; five tokens under 0.9."""
+    # eleven steps: of the ten candidates the quantile at 0.8 is 8.2, so 9 and 10 are high; with 0.3, 8 as well
+    trunk = build.trunk(
+        22, 1.0, starts=range(2, 22, 2), fci=[0, 1, 2, 8, 9, 3, 10, 4, 5, 6, 7], entropy=range(22),
+        logprobs=np.log([0.85] * 11 + [0.95] * 11),
+    )  # fmt: skip
+    found = {name: rule(build.prompt(), trunk, rng()) for name, rule in RULES.items()}
+    drawn = found.pop("random_steps")
+    assert len(set(drawn)) == 2
+    assert set(drawn) <= set(range(2, 22, 2))
+    assert found == {
+        "fci": (8, 12),
+        "surprisal": (1, 2),
+        "entropy": (19, 20),
+        "uniform": (7, 15),
+        "every_step": tuple(range(2, 22, 2)),
+        "fixed_segments": (),
+        "low_probability": (5, 10),
+        "none": (),
+    }
+    assert RULES["fixed_segments"](build.prompt(), build.trunk(1100, 1.0), rng()) == (512, 1024)
+
+
+def test_what_each_rule_reads_of_a_scoring_forward():
+    read = {name: set(read_by(rule)) for name, rule in RULES.items()}
+    assert {name: what for name, what in read.items() if what} == {"fci": {"fci"}, "entropy": {"entropy"}}
+    assert read_by(lambda prompt, trunk, rng: ()) == {"fci", "entropy", "logprobs"}  # a rule that does not say
+
+
+def test_a_rule_without_branches_says_so():
+    assert most_points(RULES["none"]) == 0
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 16])

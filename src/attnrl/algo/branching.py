@@ -181,8 +181,7 @@ def low_probability(
     evenly spread (SPO chain).
     """
     unsure = np.flatnonzero(trunk.rollout.logprobs < np.log(below))
-    cuts = unsure[per_segment::per_segment]
-    return _spread([int(p) for p in cuts if p > 0], max_points)
+    return _spread(unsure[per_segment::per_segment].tolist(), max_points)
 
 
 @reads()
