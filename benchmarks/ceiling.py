@@ -27,7 +27,7 @@ from attnrl.algo.samples import with_signal
 from attnrl.types import Group, Prompt, Rollout, Sample, Scores, Step, Trunk, Verdict, as_floats, as_ids
 
 COUNTS, RIGHT_WORK, STEP_TOKENS, GROUP, WIDTH = 11, 0.99, 12, 6, 2
-RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
+RATES = (0.1, 0.2, 0.4, 0.8, 1.6)
 RULES_SHOWN = ("none", "first_steps", "random_steps", "surprisal", "oracle")
 
 
