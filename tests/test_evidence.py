@@ -141,3 +141,21 @@ def test_a_queue_runs_its_cells_once(tmp_path):
     assert found["tokens"] == found["series"]["tokens"][0] > 4 * 20
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "sweep: 0 cells to run" in again.stdout
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").glob("evidence_*.toml")), ids=lambda file: file.stem)
+def test_every_cell_of_every_queue_is_a_config_whose_parts_fit(file):
+    from attnrl.config import load_config
+    from attnrl.launch.parts import check_parts
+
+    queue = evidence.read_queue(file)
+    cells = [c for stage, wanted in queue.stages.items() for c in queue.cells(stage, _swept(wanted["presets"]))]
+    assert len(cells) == len(set(cells)) > 10
+    for cell in {(c.stage, c.preset): c for c in cells}.values():
+        config = load_config(cell.preset, queue.overrides(cell))
+        assert config.update.lr == cell.rate
+        check_parts(config)
+
+
+def _swept(presets: list[str]) -> list[dict]:
+    return [row("sweep", preset, 100, 1e-4, 0.5) for preset in presets]
