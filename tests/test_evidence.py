@@ -1,0 +1,161 @@
+"""The queue of runs and the numbers made of them: by hand, and once for real."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import evidence  # noqa: E402
+import evidence_forests as forests  # noqa: E402
+import evidence_tables as tables  # noqa: E402
+import step_values  # noqa: E402
+from evidence import Cell, Queue  # noqa: E402
+
+
+def row(stage: str, preset: str, seed: int, rate: float, after: float) -> dict:
+    return {"cell": {"stage": stage, "preset": preset, "seed": seed, "rate": rate}, "after": after}
+
+
+class TestQueue:
+    rows = [  # noqa: RUF012
+        row("sweep", "a", 100, 0.1, 0.5),
+        row("sweep", "a", 101, 0.1, 0.7),
+        row("sweep", "a", 100, 0.2, 0.65),
+        row("sweep", "b", 100, 0.2, 0.3),
+        row("main", "b", 0, 0.3, 0.9),
+    ]
+
+    def test_the_rate_of_a_preset_is_the_best_of_its_own_sweep(self):
+        assert evidence.best_rate(self.rows, "a") == 0.2  # means 0.6 and 0.65
+        assert evidence.best_rate(self.rows, "b") == 0.2  # stage main does not count
+        with pytest.raises(SystemExit, match="c: no sweep"):
+            evidence.best_rate(self.rows, "c")
+
+    def test_cells_come_seed_by_seed_and_a_stage_may_fix_its_rates(self):
+        stages = {
+            "sweep": {"presets": ["a", "b"], "seeds": [100]},
+            "main": {"presets": ["a", "b"], "seeds": [0, 1]},
+            "fixed": {"presets": ["c"], "seeds": [0], "rates": [0.5], "overrides": {"algo.points": 3}},
+        }
+        queue = Queue("q", (0.1, 0.2), stages)
+        swept = [Cell("sweep", p, 100, r) for p in "ab" for r in (0.1, 0.2)]
+        assert queue.cells("sweep", []) == swept
+        assert queue.cells("main", self.rows) == [Cell("main", p, seed, 0.2) for seed in (0, 1) for p in "ab"]
+        (fixed,) = queue.cells("fixed", [])
+        assert queue.overrides(fixed) == {"algo.points": 3, "update.lr": 0.5, "run.seed": 0}
+
+    def test_a_row_on_record_stays_and_new_ones_join_it(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        Path("docs/results").mkdir(parents=True)
+        Path("docs/results/q.jsonl").write_text(json.dumps(row("main", "a", 1, 0.1, 0.5)) + "\n")
+        for name, found in {"x": row("main", "a", 1, 0.1, 0.9), "y": row("main", "a", 0, 0.1, 0.4)}.items():
+            Path(f"runs/{name}").mkdir(parents=True)
+            Path(f"runs/{name}/result.json").write_text(json.dumps(found))
+        assert evidence.collect("q", Path("runs")) == 2
+        assert [(r["cell"]["seed"], r["after"]) for r in evidence.read_rows("q")] == [(0, 0.4), (1, 0.5)]
+
+    def test_a_cell_is_held_by_one_worker_at_a_time(self, tmp_path):
+        with evidence.held(tmp_path / "a.lock") as first, evidence.held(tmp_path / "a.lock") as second:
+            assert (first, second) == (True, False)
+        with evidence.held(tmp_path / "a.lock") as again:
+            assert again
+
+
+class TestForests:
+    tree = forests.RecordedTree(
+        uid="q",
+        starts=(0, 4, 8, 12, 16),
+        tokens=20,
+        fci=(9.0, 4.0, 5.0, 0.0, 0.0),
+        reward=1.0,
+        decisive=(2,),
+        points=(4, 4, 10, 10, 13, 13),
+        rewards=(1.0, 0.0, 1.0, 1.0, 0.0, 0.0),
+    )
+
+    def test_places_are_steps_and_a_point_splits_where_outcomes_differ(self):
+        assert [forests.place(self.tree, p) for p in (4, 8, 10, 11, 12)] == ["before", "at", "at", "at", "after"]
+        assert [forests.splits(self.tree, p) for p in (4, 10, 13)] == [True, False, True]
+        found = forests.summary([self.tree])
+        assert {
+            k: found[k] for k in ("first_steps", "before", "at", "after", "split", "first", "last")
+        } == pytest.approx(
+            {"first_steps": 0, "before": 1 / 3, "at": 1 / 3, "after": 1 / 3, "split": 2 / 3, "first": 0.2, "last": 0.65}
+        )
+        assert found["decisive"] == 0.4
+
+    def test_ranks_correlation_and_auc_by_hand(self):
+        assert forests.ranks(np.array([5.0, 1.0, 5.0, 9.0])).tolist() == [1.5, 0, 1.5, 3]
+        assert forests.rank_correlation([1, 2, 3], [30, 20, 10]) == pytest.approx(-1)
+        assert forests.rank_correlation([1, 1, 1], [3, 2, 1]) == 0
+        assert forests.auc(np.array([3.0, 1.0]), np.array([2.0])) == 0.5
+        assert forests.auc(np.array([3.0, 2.0]), np.array([2.0, 1.0])) == 0.875
+
+    def test_a_correlation_that_is_position_alone_vanishes_with_position_held(self):
+        place = np.arange(8.0)
+        assert forests.rank_correlation(place, 2 * place) == pytest.approx(1)
+        assert step_values.partial(place, 2 * place, place) == 0
+        bump = place + np.array([0, 0, 9, 0, 0, 0, 0, 0])  # ranks 0 1 7 2 3 4 5 6
+        assert step_values.partial(bump, bump, place) == pytest.approx(1)
+
+
+class TestTables:
+    def test_interval_and_paired_difference_by_hand(self):
+        mean, half = tables.spread([1.0, 2.0, 3.0])
+        assert (mean, half) == pytest.approx((2.0, 4.303 / 3**0.5))
+        assert tables.signed([0.01, 0.02, 0.03]) == "+2.0 (-0.5 to +4.5)"
+        assert tables.shown([0.5]) == "50.0"
+
+    def test_the_page_on_record_is_what_the_rows_say(self, tmp_path, monkeypatch):
+        page = (ROOT / "docs/results.md").read_text()
+        assert page.count("<!-- table ") == page.count("<!-- end -->") > 5
+        (tmp_path / "docs").mkdir()
+        (tmp_path / "docs/results.md").write_text(page)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(tables, "curves", lambda rows, path: None)  # the figure needs matplotlib
+        tables.write_all(ROOT / "docs/results")
+        assert (tmp_path / "docs/results.md").read_text() == page
+
+
+@pytest.mark.slow
+def test_a_queue_runs_its_cells_once(tmp_path):
+    (tmp_path / "q.toml").write_text(
+        'name = "q"\nrates = [1e-5]\n[stages.sweep]\nseeds = [3]\npresets = ["demo_grpo"]\n[stages.sweep.overrides]\n'
+        '"run.iterations" = 1\n"algo.prompts" = 1\n"algo.group" = 4\n"evaluation.tasks" = 2\n"evaluation.samples" = 1\n'
+        '"data.train_tasks" = 8\n'
+    )
+    command = [sys.executable, str(ROOT / "benchmarks/evidence.py"), "run", "q.toml", "--stage", "sweep"]
+    first = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "sweep: 1 cells to run" in first.stdout
+    (found,) = [json.loads(line) for line in (tmp_path / "docs/results/q.jsonl").read_text().splitlines()]
+    assert found["cell"] == {"stage": "sweep", "preset": "demo_grpo", "seed": 3, "rate": 1e-5}
+    assert found["iterations"] == 1
+    assert found["tokens"] == found["series"]["tokens"][0] > 4 * 20
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "sweep: 0 cells to run" in again.stdout
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").glob("evidence_*.toml")), ids=lambda file: file.stem)
+def test_every_cell_of_every_queue_is_a_config_whose_parts_fit(file):
+    from attnrl.config import load_config
+    from attnrl.launch.parts import check_parts
+
+    queue = evidence.read_queue(file)
+    cells = [c for stage, wanted in queue.stages.items() for c in queue.cells(stage, _swept(wanted["presets"]))]
+    assert len(cells) == len(set(cells)) > 10
+    for cell in {(c.stage, c.preset): c for c in cells}.values():
+        config = load_config(cell.preset, queue.overrides(cell))
+        assert config.update.lr == cell.rate
+        check_parts(config)
+
+
+def _swept(presets: list[str]) -> list[dict]:
+    return [row("sweep", preset, 100, 1e-4, 0.5) for preset in presets]
