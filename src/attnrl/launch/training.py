@@ -16,7 +16,15 @@ from attnrl.errors import ConfigError, MissingFileError
 from attnrl.iteration import SCHEDULES
 from attnrl.launch.data import evaluation_prompts, evaluation_records, prompt_stream, train_records
 from attnrl.launch.evaluating import build_evaluate
-from attnrl.launch.models import check_model, find_engine, load_tokenizer, newest_model, open_engine, open_rewards
+from attnrl.launch.models import (
+    check_engine,
+    check_model,
+    find_engine,
+    load_tokenizer,
+    newest_model,
+    open_engine,
+    open_rewards,
+)
 from attnrl.launch.parts import build_parts, check_parts
 from attnrl.run import check_run, last_recorded, open_run, read_metrics
 from attnrl.trackers import Observer, check_trackers, open_trackers
@@ -80,6 +88,7 @@ def train(
     if state is not None and (done := finished_note(state, config)):
         say(f"{run_dir} {done}")
         return Trained(run_dir, state)
+    check_engine(engine, config, model, run_dir)
     records = train_records(config, say)
     held_out = evaluation_records(config) if config.evaluation.every else {}
     tokenizer = load_tokenizer(model)

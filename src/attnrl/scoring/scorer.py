@@ -146,8 +146,8 @@ def score(
     return [scores for scores in results if scores is not None]
 
 
-def _check(model: torch.nn.Module, requests: Sequence[ScoreRequest], temperature: float) -> None:
-    """Raise on bad input, naming the request, before anything runs."""
+def check_requests(requests: Sequence[ScoreRequest], temperature: float) -> None:
+    """Raise on requests that no model can score, naming the first."""
     if not temperature > 0:
         raise DataError(f"temperature must be above 0 to score log-probs; got {temperature}")
     for index, request in enumerate(requests):
@@ -160,6 +160,11 @@ def _check(model: torch.nn.Module, requests: Sequence[ScoreRequest], temperature
                     f"request {index}: step ({step.start}, {step.stop}) must be non-empty, after the step before it "
                     f"(ends at {before}) and within the {len(request.response)} response tokens"
                 )
+
+
+def _check(model: torch.nn.Module, requests: Sequence[ScoreRequest], temperature: float) -> None:
+    """Raise on bad input, naming the request, before anything runs."""
+    check_requests(requests, temperature)
     check_ids(model, [r.prompt for r in requests], "prompt of request")
     check_ids(model, [r.response for r in requests], "response of request")
     if requests:

@@ -1,0 +1,40 @@
+"""The engine on a cluster: our loop in the driver; verl's worker group, vLLM servers and weight sync underneath.
+
+verl's trainers, datasets, reward and agent loops are not used. Needs the extras `verl` and `vllm`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnrl.backend import Backend
+    from attnrl.config import Config
+
+
+def check(config: Config, *, model: str, checkpoint: Path | None = None, learn: bool = True) -> None:
+    """Raise what can be known to be wrong before anything starts: the installed verl, lengths against the model's,
+    settings of verl that it does not know, the number of ranks of the checkpoint a run goes on from.
+    """
+    from attnrl.verl_engine import settings
+    from attnrl.verl_engine.contract import check_verl
+
+    check_verl()
+    from transformers import AutoConfig
+
+    settings.check(config, AutoConfig.from_pretrained(model), learn=learn)
+    settings.compose(settings.overrides(config, model=model, dtype="float32", learn=learn))
+    if checkpoint is not None:
+        settings.read_state(checkpoint, config.engine.verl.nodes * config.engine.verl.gpus_per_node)
+
+
+def build(config: Config, *, model: str, tokenizer: Any, learn: bool = True) -> Backend:
+    """The engine a config describes, started."""
+    check(config, model=model, learn=learn)
+    from attnrl.verl_engine.backend import VerlBackend
+
+    return VerlBackend(config, model=model, tokenizer=tokenizer, learn=learn)
+
+
+build.check = check  # type: ignore[attr-defined]  # what launch calls before data is read and a directory made

@@ -1,0 +1,69 @@
+"""What this engine calls of verl, checked before anything starts: verl's inner API moves between releases."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib import metadata
+from typing import Any
+
+from attnrl.errors import ConfigError, MissingExtraError
+
+FROM, BELOW = (0, 9, 1), (0, 10)
+
+# object, and the parameters it is called with
+CONTRACT: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("verl.trainer.constants_ppo:get_ppo_ray_runtime_env", ("config",)),
+    ("verl.single_controller.base.decorator:register", ("dispatch_mode", "blocking")),
+    ("verl.single_controller.ray:ResourcePoolManager", ("resource_pool_spec", "mapping")),
+    ("verl.single_controller.ray:ResourcePoolManager.create_resource_pool", ()),
+    ("verl.single_controller.ray:ResourcePoolManager.get_resource_pool", ("role",)),
+    ("verl.single_controller.ray:RayClassWithInitArgs", ("cls", "args", "kwargs")),
+    ("verl.single_controller.ray:RayWorkerGroup", ("resource_pool", "ray_cls_with_init", "kwargs")),
+    ("verl.workers.rollout.llm_server:LLMServerManager", ("config", "worker_group", "rollout_resource_pool")),
+    ("verl.workers.rollout.llm_server:LLMServerManager.create", ("args", "kwargs")),
+    ("verl.workers.rollout.llm_server:LLMServerManager.get_replicas", ()),
+    ("verl.workers.rollout.llm_server:LLMServerManager.get_client", ()),
+    ("verl.workers.rollout.llm_server:LLMServerClient.generate", ("request_id", "prompt_ids", "sampling_params")),
+    ("verl.checkpoint_engine:CheckpointEngineManager", ("config", "actor_wg", "replicas")),
+    ("verl.checkpoint_engine:CheckpointEngineManager.update_weights", ("global_steps",)),
+    ("verl.checkpoint_engine:CheckpointEngineManager.sleep_replicas", ()),
+    ("verl.utils.config:omega_conf_to_dataclass", ("config",)),
+    ("verl.workers.engine_workers:ActorRolloutRefWorker", ("config", "role")),
+    ("verl.workers.engine_workers:ActorRolloutRefWorker.init_model", ()),
+    ("verl.workers.engine_workers:ActorRolloutRefWorker.save_checkpoint", ("local_path", "global_step")),
+    ("verl.workers.engine_workers:ActorRolloutRefWorker.load_checkpoint", ("local_path", "del_local_after_load")),
+    ("verl.workers.engine_workers:ActorRolloutRefWorker.update_weights", ("global_steps", "mode")),
+    ("verl.workers.engine.fsdp.transformer_impl:FSDPEngine.eval_mode", ("kwargs",)),
+    ("verl.workers.engine.fsdp.transformer_impl:FSDPEngine.train_mode", ("kwargs",)),
+    ("verl.workers.engine.fsdp.transformer_impl:FSDPEngine.optimizer_zero_grad", ()),
+    ("verl.workers.engine.fsdp.transformer_impl:FSDPEngine.optimizer_step", ()),
+    ("verl.workers.engine.fsdp.transformer_impl:FSDPEngine._gradient_sync_context", ("is_last_micro_batch",)),
+)
+
+
+def check_verl(contract: tuple[tuple[str, tuple[str, ...]], ...] = CONTRACT) -> None:
+    """Raise where verl is missing, of another release, or the first of its methods does not fit."""
+    try:
+        version = metadata.version("verl")
+    except metadata.PackageNotFoundError:
+        raise MissingExtraError("engine verl needs verl, Ray and vLLM: pip install 'attnrl[verl,vllm]'") from None
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    if not FROM <= numbers < BELOW:
+        raise ConfigError(f"engine verl is written for verl >=0.9.1,<0.10; installed is {version}")
+    for name, wanted in contract:
+        found = _find(name, version)
+        has = inspect.signature(found).parameters
+        if missing := [p for p in wanted if p not in has]:
+            raise ConfigError(f"verl {version}: {name} takes no {missing[0]!r} (it takes {', '.join(has)})")
+
+
+def _find(name: str, version: str) -> Any:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"verl {version} has no usable {name}: {error}") from error
+    return found

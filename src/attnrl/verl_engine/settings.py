@@ -1,0 +1,136 @@
+"""From our config to verl's, and what can be wrong with config, model and checkpoint before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from attnrl.config import Config
+from attnrl.errors import ConfigError, MissingFileError
+
+STATE = "verl.json"  # what the driver writes into a checkpoint
+
+
+def max_tokens(config: Config, *, learn: bool) -> int:
+    """The longest sequence a run can ask for, prompt and response, in training and in evaluation."""
+    trained, measured = config.sampling, config.evaluation
+    longest = config.data.max_prompt_tokens + trained.max_response_tokens if learn else 0
+    if measured.every or not learn:
+        longest = max(longest, measured.max_prompt_tokens + measured.max_response_tokens)
+    return longest
+
+
+def check(config: Config, model_config: Any, *, learn: bool) -> None:
+    """Raise where the engine cannot run the config. `model_config`: of transformers."""
+    if config.model.lora_rank:
+        raise ConfigError("engine verl trains full weights only: set model.lora_rank to 0, or use engine local")
+    wanted, limit = max_tokens(config, learn=learn), getattr(model_config, "max_position_embeddings", None)
+    if limit is not None and wanted > limit:
+        raise ConfigError(
+            f"the longest prompt and response are {wanted} tokens together, but the model reads {limit}: lower "
+            "max_prompt_tokens (of data, or of evaluation) or max_response_tokens (of sampling, or of evaluation)"
+        )
+    for entry in config.engine.verl.overrides:
+        if "=" not in entry:
+            raise ConfigError(f"engine.verl.overrides: {entry!r} is not of the form key=value")
+
+
+def overrides(config: Config, *, model: str, dtype: str, learn: bool) -> list[str]:
+    """The settings of verl that the config means, those of engine.verl.overrides last."""
+    update, engine = config.update, config.engine.verl
+    budget, half = update.microbatch_tokens, dtype == "bfloat16"
+    precision = "bf16" if half else "fp32"
+    actor = {
+        "strategy": "fsdp2",
+        "use_dynamic_bsz": True,
+        "ppo_max_token_len_per_gpu": budget,
+        "optim.lr": update.lr,
+        "optim.weight_decay": update.weight_decay,
+        "optim.betas": list(update.betas),
+        "optim.clip_grad": update.max_grad_norm,
+        "checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
+        "checkpoint.load_contents": "[model,optimizer,extra]",
+        "fsdp_config.model_dtype": "fp32",
+        "+fsdp_config.mixed_precision.param_dtype": precision,
+        "use_torch_compile": False,  # of verl's own losses, which are not called
+        "fsdp_config.use_torch_compile": False,
+    }
+    ref = {
+        "fsdp_config.model_dtype": precision,
+        "+fsdp_config.mixed_precision.param_dtype": precision,
+        "use_torch_compile": False,
+        "fsdp_config.use_torch_compile": False,
+    }
+    rollout = {
+        "name": "vllm",
+        "tensor_model_parallel_size": 1,
+        "load_format": "auto",
+        "dtype": dtype,
+        "max_model_len": max_tokens(config, learn=learn),
+        "log_prob_use_dynamic_bsz": True,  # verl asks for the same value as the actor's
+        "log_prob_max_token_len_per_gpu": budget,
+    }
+    model_section = {
+        "path": model,
+        "use_remove_padding": True,
+        "enable_gradient_checkpointing": update.gradient_checkpointing,
+        "+override_config.attn_implementation": "sdpa",  # our attention takes its place in every forward
+        "+override_config.attention_dropout": 0.0,
+    }
+    other = {
+        "trainer.nnodes": engine.nodes,
+        "trainer.n_gpus_per_node": engine.gpus_per_node,
+        "data.max_prompt_length": config.data.max_prompt_tokens,
+        "data.max_response_length": config.sampling.max_response_tokens,
+    }
+    found = [f"{key}={value}" for key, value in other.items()]
+    for name, section in (("model", model_section), ("actor", actor), ("ref", ref), ("rollout", rollout)):
+        for key, value in section.items():
+            plus = "+" if key.startswith("+") else ""
+            found.append(f"{plus}actor_rollout_ref.{name}.{key.removeprefix('+')}={value}")
+    return [*found, *engine.overrides]
+
+
+def compose(entries: Sequence[str]) -> Any:
+    """verl's own ppo_trainer.yaml with these overrides, resolved."""
+    from hydra import compose as compose_hydra
+    from hydra import initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    try:
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose_hydra("ppo_trainer", overrides=list(entries))
+        OmegaConf.resolve(config)
+    except HydraException as error:
+        raise ConfigError(f"engine.verl.overrides: {str(error).strip().splitlines()[0]}") from None
+    return config
+
+
+def stop_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a response, as for the local engine, without loading the model."""
+    from transformers import GenerationConfig
+
+    from attnrl.local.models import stop_token_ids
+
+    try:
+        generation = GenerationConfig.from_pretrained(model)
+    except OSError:
+        generation = None
+    return stop_token_ids(SimpleNamespace(generation_config=generation), tokenizer)
+
+
+def read_state(path: Path, ranks: int) -> dict[str, Any]:
+    """What the driver wrote into a checkpoint; raises where this engine cannot go on from it."""
+    if not (path / STATE).is_file():
+        raise MissingFileError(f"{path} is no checkpoint of engine verl: {STATE} is missing")
+    state: dict[str, Any] = json.loads((path / STATE).read_text())
+    if state["ranks"] != ranks:
+        raise ConfigError(
+            f"{path} was written by {state['ranks']} ranks and loads only there; now there are {ranks}. Resume with "
+            f"engine.verl.nodes x gpus_per_node = {state['ranks']}, or start anew with --model.path {path / 'model'}"
+        )
+    return state

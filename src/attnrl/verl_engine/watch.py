@@ -1,0 +1,66 @@
+"""Phases that cannot hang: a line while one runs long, stack traces and an error when it exceeds its limit."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from attnrl.errors import TrainingError
+
+BEAT_S = 60.0  # between two lines about a phase that is still running
+
+
+class Watch:
+    """Times phases, and ends those that exceed the limit."""
+
+    def __init__(self, limit_s: float, say: Callable[[str], None], grace_s: float = 15.0) -> None:
+        """`grace_s`: from the limit to the error, for the traces of the ranks to arrive."""
+        self.limit_s, self.say, self.grace_s = limit_s, say, grace_s
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """While open, says every minute that the phase still runs; past the limit, prints the driver's stack (the
+        ranks print their own), then raises TrainingError. The error comes as an alarm: in the main thread only."""
+        start, done = time.monotonic(), threading.Event()
+        thread = threading.Thread(target=self._beat, args=(name, done), daemon=True)
+        thread.start()
+        main = threading.current_thread() is threading.main_thread()
+        if main:
+            before = signal.signal(signal.SIGALRM, lambda *_: self._raise(name))
+            signal.setitimer(signal.ITIMER_REAL, self.limit_s + self.grace_s)
+        try:
+            yield
+        finally:
+            if main:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+            done.set()
+            thread.join()
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+    def _beat(self, name: str, done: threading.Event) -> None:
+        start = time.monotonic()
+        while not done.wait(min(BEAT_S, max(0.0, start + self.limit_s - time.monotonic()))):
+            took = time.monotonic() - start
+            if took < self.limit_s:
+                self.say(f"{name} runs, {took:.0f} s")
+                continue
+            self.say(f"{name} exceeds its limit of {self.limit_s:g} s; where driver and ranks stand:")
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+            return
+
+    def _raise(self, name: str) -> None:
+        raise TrainingError(
+            f"{name} took longer than engine.verl.phase_limit_s ({self.limit_s:g} s); stack traces are above"
+        )
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""
+        found, self.seconds = self.seconds, {}
+        return found

@@ -1,0 +1,179 @@
+"""`attnrl train` over verl on the CPU: presets at one and two ranks, kill -9 of driver, rank and server, resume."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("verl") is None:
+    pytest.skip("needs verl: make test-verl", allow_module_level=True)
+
+import tiny
+
+from attnrl.verl_engine.session import SHM, Process, family, segments, table
+
+OF_TIME = (
+    "seconds/",
+    "engine/",
+    "score/seconds",
+    "score/overhead",
+    "generate/shared_context",
+    "sync/",
+)  # what a resumed run need not repeat
+LIMIT_S = 420
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    tiny.make_model(folder / "model")
+    return folder
+
+
+def attnrl(*words: str, hold: Path | None = None) -> subprocess.Popen:
+    environment = {**tiny.environment(), **({"ATTNRL_HOLD": str(hold)} if hold else {})}
+    command = [sys.executable, "-m", "attnrl", *map(str, words)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen) -> tuple[int, list[str]]:
+    """(exit code, lines) of a command, within the limit."""
+    out, _ = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out.strip().splitlines()
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(OF_TIME)} for row in rows]
+
+
+def started_by(driver: int) -> set[Process]:
+    return family({(driver, table()[driver][1])}) - {(driver, table()[driver][1])}
+
+
+def titled(processes: set[Process], title: str) -> list[int]:
+    """Processes whose title contains the words, lowest pid first."""
+    found = []
+    for pid, _ in processes:
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if title in words:
+            found.append(pid)
+    return sorted(found)
+
+
+def nothing_left(processes: set[Process], mapped: set[int]) -> bool:
+    until = time.monotonic() + 60
+    while family(processes) and time.monotonic() < until:
+        time.sleep(0.2)
+    return not family(processes) and not {f.stat().st_ino for f in SHM.iterdir()} & mapped
+
+
+def run_until(run: Path, iterations: int, *words: str) -> tuple[subprocess.Popen, set[Process], set[int]]:
+    """A run that waits after so many iterations; its processes and the segments they map."""
+    hold = run.with_suffix(".hold")
+    hold.write_text(f"{iterations} {run}")
+    process = attnrl("train", *words, "--run-dir", run, hold=hold)
+    until = time.monotonic() + LIMIT_S
+    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < iterations:
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    time.sleep(1.0)  # the next iteration has drawn its responses and waits in its reward
+    processes = started_by(process.pid)
+    return process, processes, segments(processes)
+
+
+@pytest.fixture(scope="module")
+def whole(home) -> Path:
+    """A run of AttnRL at two ranks that nothing interrupts."""
+    preset = tiny.write_preset(home, "attnrl_1p5b", 2, algo="delta = 1")
+    code, lines = finish(attnrl("train", preset, "--run-dir", home / "whole"))
+    assert code == 0, "\n".join(lines[-40:])
+    return home / "whole"
+
+
+def test_attnrl_trains_at_two_ranks(whole):
+    rows = metrics(whole)
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["policy/version"] for row in rows] == [1, 2, 3, 4, 5]
+    assert all(row["policy/updates"] >= 1 and row["policy/grad_norm"] > 0 for row in rows)
+    assert all(row["score/fci_max"] > 0 and row["trees/leaves"] > row["trees/count"] for row in rows)
+    assert rows[0]["policy/behaviour_kl"] < rows[-1]["policy/kl"]
+    state = json.loads((whole / "checkpoints" / "000005" / "verl.json").read_text())
+    assert (state["version"], state["ranks"]) == (5, 2)
+    assert "trainer.n_gpus_per_node=2" in state["overrides"]
+
+
+@pytest.mark.parametrize(("preset", "ranks"), [("treerl_1p5b", 1), ("grpo_1p5b", 1)])
+def test_baselines_train_at_one_rank(home, preset, ranks):
+    code, lines = finish(attnrl("train", tiny.write_preset(home, preset, ranks), "--run-dir", home / preset))
+    assert code == 0, "\n".join(lines[-40:])
+    rows = metrics(home / preset)
+    assert [row["policy/version"] for row in rows] == [1, 2, 3, 4, 5]
+    drawn = [row["generate/rollouts"] for row in rows]  # four prompts, three trunks each
+    assert min(drawn) > 12 if preset == "treerl_1p5b" else drawn == [12] * 5
+
+
+def test_killed_driver_rank_and_server_then_resumed_equals_uninterrupted(home, whole):
+    """kill -9 of each in turn: what is left ends by itself, with the cause in the last line, and nothing stays."""
+    preset, run = home / "attnrl_1p5b_2.toml", home / "killed"
+    driver, processes, mapped = run_until(run, 2, preset)
+    assert mapped
+    assert len(titled(processes, "vLLMHttpServer")) == 2
+    driver.kill()
+    driver.communicate()
+    assert nothing_left(processes, mapped)
+    for iterations, title in ((3, "ray::Worker"), (4, "vLLMHttpServer")):
+        driver, processes, mapped = run_until(run, iterations, preset, "--resume")
+        os.kill(titled(processes, title)[0], signal.SIGKILL)
+        run.with_suffix(".hold").unlink()
+        code, lines = finish(driver)
+        assert code == 2, "\n".join(lines[-40:])
+        assert lines[-1].startswith("attnrl train: "), lines[-1]
+        assert "failed: " in lines[-1]
+        assert nothing_left(processes, mapped)
+    code, lines = finish(attnrl("train", preset, "--run-dir", run, "--resume"))
+    assert code == 0, "\n".join(lines[-40:])
+    assert metrics(run) == metrics(whole)
+
+
+def test_other_commands_read_what_the_cluster_wrote(home, whole):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    code, lines = finish(attnrl("report", whole, "--output", home / "report.html"))
+    assert code == 0, "\n".join(lines)
+    assert "policy/" in (home / "report.html").read_text()
+    problems = home / "problems.jsonl"
+    flags = ["--benchmarks", problems, "--samples", 1, "--max-tokens", 8, "--engine.name", "local", "--device", "cpu"]
+    for name, model in (("a", home / "model"), ("b", whole)):
+        code, lines = finish(attnrl("eval", "--model", model, "--output", home / name, *flags))
+        assert code == 0, "\n".join(lines[-20:])
+    code, lines = finish(attnrl("eval", "--compare", f"{home / 'a'},{home / 'b'}"))
+    assert code == 0, "\n".join(lines)
+    folder = whole / "checkpoints" / "000005" / "model"
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    ids = AutoTokenizer.from_pretrained(folder)("1 + 1", return_tensors="pt").input_ids
+    assert loaded.dtype == torch.float32
+    assert loaded(ids).logits.shape == (1, 5, 256)
+    started = AutoModelForCausalLM.from_pretrained(home / "model")
+    assert (loaded.lm_head.weight - started.lm_head.weight).abs().max() > 1e-4
+
+
+def test_another_number_of_ranks_is_refused_with_what_to_do(home, whole):
+    preset = tiny.write_preset(home, "attnrl_1p5b", 1, algo="delta = 1")
+    code, lines = finish(attnrl("train", preset, "--run-dir", whole, "--resume", "--iterations", 6))
+    assert code == 2
+    assert "was written by 2 ranks" in lines[-1]
+    assert "gpus_per_node = 2" in lines[-1]

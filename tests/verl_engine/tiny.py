@@ -1,0 +1,139 @@
+"""A tiny Llama with a character tokenizer, the environment and the settings under which verl runs it on a CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+SHIMS = Path(__file__).parent / "shims"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
+}
+
+
+def environment() -> dict[str, str]:
+    """For the driver; Ray's processes inherit it."""
+    paths = [str(SHIMS), str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+
+
+def overrides(ranks: int) -> list[str]:
+    """What a machine without an accelerator needs beside what the engine sets."""
+    rollout = {
+        "enforce_eager": True,
+        "free_cache_engine": False,
+        "+enable_sleep_mode": False,
+        "enable_chunked_prefill": False,  # with seeds it ends vLLM on a CPU
+        "max_num_batched_tokens": 4096,
+        "max_num_seqs": 64,
+        "checkpoint_engine.update_weights_bucket_megabytes": 64,
+        "+engine_kwargs.vllm.distributed_executor_backend": "uni",  # a process less for each server
+        "+engine_kwargs.vllm.worker_extension_cls": "verl_cpu_vllm.CPUExtension",
+    }
+    found = [
+        "trainer.device=cpu",
+        f"+ray_kwargs.ray_init.num_gpus={ranks}",
+        "ray_kwargs.ray_init.num_cpus=16",
+        "+ray_kwargs.ray_init.include_dashboard=False",
+        "actor_rollout_ref.model.external_lib=verl_cpu_engine",
+    ]
+    for key, value in rollout.items():
+        plus = "+" if key.startswith("+") else ""
+        found.append(f"{plus}actor_rollout_ref.rollout.{key.removeprefix('+')}={value}")
+    return found
+
+
+def make_model(folder: Path) -> Path:
+    """A Llama of 0.4M weights: two layers, head size 32 (vLLM on CPU refuses 16), 256 tokens, 1,024 positions."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", *map(chr, range(32, 127)), "\n"]
+    words += [f"<x{i}>" for i in range(len(words), 256)]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+def prepare() -> None:
+    """This process becomes a driver: its environment, and the shims on its path."""
+    os.environ.update(ENVIRONMENT)
+    os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]
+    sys.path.insert(0, str(SHIMS))
+
+
+def write_preset(folder: Path, base: str, ranks: int, *, keys: str = "", algo: str = "") -> Path:
+    """A TOML file that runs a preset of attnrl at this size: the tiny model in `folder`/model, four prompts."""
+    problems = [f'{{"problem": "add {i} and {i * 7 % 13}", "answer": "{i + i * 7 % 13}"}}' for i in range(40)]
+    (folder / "problems.jsonl").write_text("\n".join(problems) + "\n")
+    lines = ",\n  ".join(f'"{entry}"' for entry in overrides(ranks))
+    path = folder / f"{base}_{ranks}.toml"
+    path.write_text(
+        f"""base = "{base}"
+reward = "verl_reward:many"
+{keys}
+[model]
+path = "{folder / "model"}"
+[data]
+train = ["{folder / "problems.jsonl"}"]
+decontaminate = []
+clean = false
+template = "{{problem}}"
+max_prompt_tokens = 64
+[sampling]
+max_response_tokens = 40
+[algo]
+prompts = 4
+max_prompts = 6
+group = 3
+segmenter = "every_n_tokens"
+segmenter_options = {{tokens = 4}}
+{algo}
+[update]
+minibatches = 2
+microbatch_tokens = 200
+lr = 1e-3
+[evaluation]
+every = 0
+[engine]
+name = "verl"
+[engine.verl]
+gpus_per_node = {ranks}
+overrides = [
+  {lines}
+]
+[run]
+iterations = 5
+checkpoint_every = 1
+"""
+    )
+    return path
