@@ -1,0 +1,51 @@
+"""The whole configuration: frozen, typed, ranges on fields; defaults < TOML < flags.
+
+A preset is a sparse TOML file: it holds only what differs from the defaults below, or from the preset it names as
+`base`. Unknown keys and values out of range raise ConfigError, which names the key.
+"""
+
+from attnrl.config.base import Names, Section
+from attnrl.config.reading import explain, keys, load_config, may_change, presets, read_preset
+from attnrl.config.sections import (
+    AlgoConfig,
+    Config,
+    DataConfig,
+    EngineConfig,
+    EvaluationConfig,
+    LocalConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    SamplingConfig,
+    UpdateConfig,
+    VerifyConfig,
+    VerlConfig,
+)
+from attnrl.config.tasks import Fork, TaskConfig, TaskKind
+
+__all__ = [
+    "AlgoConfig",
+    "Config",
+    "DataConfig",
+    "EngineConfig",
+    "EvaluationConfig",
+    "Fork",
+    "LocalConfig",
+    "ModelConfig",
+    "Names",
+    "RewardConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "Section",
+    "TaskConfig",
+    "TaskKind",
+    "UpdateConfig",
+    "VerifyConfig",
+    "VerlConfig",
+    "explain",
+    "keys",
+    "load_config",
+    "may_change",
+    "presets",
+    "read_preset",
+]

@@ -1,0 +1,18 @@
+"""What every section of the config is: frozen, typed, documented key by key."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+# A list of names, or one name by itself: `--data.train rows.parquet`.
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+
+
+# A key that only says how to execute, or how far a run goes: a resumed run may have another value.
+MAY_CHANGE: dict[str, Any] = {"may_change": True}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)

@@ -1,0 +1,152 @@
+"""From a preset, a file and flags to a config; and what can be said of its keys."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from attnrl.config.base import MAY_CHANGE
+from attnrl.config.sections import Config
+from attnrl.errors import ConfigError, MissingFileError
+
+
+def presets() -> dict[str, str]:
+    """Name and one-line description of every preset that comes with attnrl."""
+    files = {p.name.removesuffix(".toml"): p for p in resources.files("attnrl.presets").iterdir() if ".toml" in p.name}
+    return {name: str(tomllib.loads(files[name].read_text("utf-8")).get("about", "")) for name in sorted(files)}
+
+
+def load_config(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The resolved config of a preset with dotted overrides on top. A preset is named, or given as the path of a TOML
+    file or of a run's config.json; "" stands for the defaults.
+
+    >>> load_config("attnrl_1p5b", {"algo.points": 3}).algo.points
+    3
+    """
+    values = read_preset(preset) if preset else {}
+    for key, value in (overrides or {}).items():
+        _put(values, key, value)
+    values = _with_nothing(values, _optional_keys())
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, preset)) from None
+
+
+def read_preset(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The values of a preset, those of its `base` underneath."""
+    if name in above:
+        raise ConfigError(f"preset {name!r} is its own base, by way of {' -> '.join(above)}")
+    text = _preset_text(name)
+    try:
+        values = json.loads(text) if name.endswith(".json") else tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: not valid {name.rpartition('.')[2].upper()}: {error}") from None
+    base = values.pop("base", None)
+    return values if base is None else _merge(read_preset(str(base), (*above, name)), values)
+
+
+def _preset_text(name: str) -> str:
+    if name.endswith((".toml", ".json")):
+        path = Path(name)
+        if not path.is_file():
+            raise MissingFileError(f"config file {name} does not exist")
+        try:
+            return path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{name}: not UTF-8 text ({error.reason})") from None
+    file = resources.files("attnrl.presets") / f"{name}.toml"
+    if not file.is_file():
+        near = difflib.get_close_matches(name, presets(), n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"no preset {name!r}; {hint}`attnrl presets` lists them, a path must end in .toml")
+    return file.read_text("utf-8")
+
+
+def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` on top of `under`, section by section; option tables are replaced whole."""
+    merged = dict(under)
+    for key, value in over.items():
+        deep = isinstance(value, dict) and isinstance(merged.get(key), dict) and not key.endswith("_options")
+        merged[key] = _merge(merged[key], value) if deep else value
+    return merged
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested tables."""
+    *path, last = key.split(".")
+    for name in path:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{key}: {name} is a value, not a section")
+    values[last] = value
+
+
+def _with_nothing(values: dict[str, Any], optional: set[str], prefix: str = "") -> dict[str, Any]:
+    """The values with "none" as nothing under keys that may be empty: TOML and flags have no other word for it."""
+    made = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            value = _with_nothing(value, optional, f"{prefix}{name}.")
+        empty = isinstance(value, str) and value.lower() == "none" and f"{prefix}{name}" in optional
+        made[name] = None if empty else value
+    return made
+
+
+def explain(error: ValidationError, where: str) -> str:
+    """Every mistake of a validation as `key: what is wrong`, with the nearest known key for a wrong one."""
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, keys(), n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; `attnrl config --help` lists the keys"
+            lines.append(f"unknown key {key}{hint}")
+        else:
+            got = "" if isinstance(item["input"], dict | BaseModel) else f", got {item['input']!r}"
+            lines.append(f"{key}: {_said(item)}{got}")
+    return f"{where}: " + "\n  ".join(lines)
+
+
+def _said(item: Any) -> str:
+    """What a validation says: pydantic's own sentences in our lower case, our own as they are."""
+    ours = item.get("ctx", {}).get("error")
+    return str(ours) if item["type"] == "value_error" and ours else str(item["msg"]).lower()
+
+
+def _optional_keys(section: type[BaseModel] = Config, prefix: str = "") -> set[str]:
+    """Dotted keys that may be none; elsewhere "none" is a name like any other."""
+    found = {f"{prefix}{n}" for n, f in section.model_fields.items() if type(None) in get_args(f.annotation)}
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= _optional_keys(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+def may_change(section: type[BaseModel] = Config, prefix: str = "") -> set[str]:
+    """Dotted keys that may have another value when a run is resumed."""
+    found: set[str] = set()
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= may_change(field.annotation, f"{prefix}{name}.")
+        elif field.json_schema_extra == MAY_CHANGE:
+            found.add(f"{prefix}{name}")
+    return found
+
+
+def keys(section: type[BaseModel] = Config, prefix: str = "") -> dict[str, str]:
+    """Every dotted key with its line of documentation."""
+    found: dict[str, str] = {}
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= keys(field.annotation, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = " ".join((field.description or "").split())
+    return found
