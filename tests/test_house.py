@@ -66,8 +66,8 @@ def sources() -> list[Path]:
     return sorted((ROOT / "src/attnrl").rglob("*.py"))
 
 
-def test_one_broad_except_in_the_code_base() -> None:
-    """The verifier's process boundary is the one place where anything may happen."""
+def test_broad_excepts_stand_at_process_boundaries_alone() -> None:
+    """Anything may happen in a reward's worker and on a cluster's ranks: both are told to the caller with the cause."""
     found = []
     for file in sources():
         for node in ast.walk(ast.parse(file.read_text())):
@@ -75,7 +75,7 @@ def test_one_broad_except_in_the_code_base() -> None:
                 node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
             ):
                 found.append(file.relative_to(ROOT).parts[2])
-    assert found in (["verify"], []), found
+    assert sorted(found) == ["verify", "verl_engine"], found
 
 
 RUNS_TEXT = ("eval", "exec", "sympify", "parse_expr")
