@@ -120,7 +120,7 @@ def render_benchmark(
     if unknown is not None and any((prompt.ids == unknown).any() for prompt in prompts):
         raise ConfigError(
             f"benchmark {name}: its prompts hold words that this model's tokenizer does not know; for a model of "
-            "made-up tasks give --template '{problem}' (data.template) and tasks of its own settings"
+            "made-up tasks give --data.template '{problem}' and tasks of its own settings"
         )
     return prompts
 

@@ -131,26 +131,17 @@ def evaluation_prompts(
     config: Config, records: Mapping[str, Sequence[Record]], tokenizer: Any
 ) -> dict[str, list[Prompt]]:
     """The prompts of each benchmark, all of them: leaving problems out would change the benchmark."""
-    from attnrl.data.prompts import render_prompts
+    from attnrl.data.prompts import render_benchmark
 
-    found = {}
-    for name, rows in records.items():
-        prompts, dropped = render_prompts(
+    return {
+        name: render_benchmark(
+            name,
             rows,
             tokenizer,
             template=config.data.template,
             max_prompt_tokens=config.evaluation.max_prompt_tokens,
             system=config.data.system,
             chat_options=config.data.chat_options,
-            unique=False,
         )
-        if dropped:
-            raise DataError(f"benchmark {name}: {dropped.report()}; raise evaluation.max_prompt_tokens")
-        unknown = getattr(tokenizer, "unk_token_id", None)
-        if unknown is not None and any((prompt.ids == unknown).any() for prompt in prompts):
-            raise ConfigError(
-                f"benchmark {name}: its prompts hold words that this model's tokenizer does not know; for a model of "
-                "made-up tasks give --data.template '{problem}' and tasks of its own settings"
-            )
-        found[name] = prompts
-    return found
+        for name, rows in records.items()
+    }
