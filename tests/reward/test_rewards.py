@@ -163,3 +163,24 @@ def test_exact_compares_spelling_of_the_extracted_or_the_whole_answer() -> None:
     with build_rewards([("exact", 1.0, {"whole": True, "ignore_case": True})]) as rewards:
         whole = [Attempt("", ("yes",), "<think>no</think>\nYES\n"), Attempt("", ("yes",), "Well, yes")]
         assert [v.reward for v in rewards.grade(whole)] == [1.0, 0.0]
+
+
+def test_parts_of_verdicts_are_metrics_of_their_own_and_start_anew(tmp_path, monkeypatch):
+    """Means over the attempts that were judged: 1 and 3 of part `a`, an error left out."""
+    code = (
+        "from attnrl.types import Verdict\n"
+        "def parted(attempts):\n"
+        "    return [Verdict(float(a.row['n']), 'r', error=a.row['error'], parts={'a': a.row['n'] * 1.0}) "
+        "for a in attempts]\n"
+    )
+    (tmp_path / "parted_rewards.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"n": 1, "error": None}, {"n": 3, "error": None}, {"n": 50, "error": "down: no service"}]
+    with build_rewards([("parted_rewards:parted", 1.0, {})], workers=1) as rewards:
+        rewards.grade([Attempt("", ("1",), "x", row=row) for row in rows])
+        metrics = rewards.metrics()
+        assert metrics.pop("reward/parted_seconds") >= 0
+        assert metrics == {
+            "reward/parted": 2.0, "reward/parted.a": 2.0, "reward/parted_errors": 1.0, "reward/error_down": 1.0,
+        }  # fmt: skip
+        assert rewards.metrics() == {}

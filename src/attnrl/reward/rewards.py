@@ -56,6 +56,7 @@ class Rewards:
         self.grade_truncated = grade_truncated
         self._lock = threading.Lock()
         self._sums: defaultdict[str, float] = defaultdict(float)
+        self._seen: defaultdict[str, list[float]] = defaultdict(list)
 
     def __enter__(self) -> Rewards:
         return self
@@ -120,24 +121,25 @@ class Rewards:
         errors = [verdict.error for verdict in verdicts if verdict.error is not None]
         name = f"reward/{entry.label}"
         with self._lock:
-            self._sums[name] += sum(verdict.reward for verdict in verdicts if verdict.error is None)
-            self._sums[f"{name}_judged"] += len(verdicts) - len(errors)
+            for verdict in verdicts:
+                if verdict.error is None:
+                    self._seen[name].append(verdict.reward)
+                    for part, value in verdict.parts.items():
+                        self._seen[f"{name}.{part}"].append(value)
             self._sums[f"{name}_errors"] += len(errors)
             self._sums[f"{name}_seconds"] += seconds
             for error in errors:
                 self._sums[f"reward/error_{error_kind(error)}"] += 1
 
     def metrics(self) -> dict[str, float]:
-        """Since last asked: of each reward its mean `reward/NAME` over the attempts it judged, `reward/NAME_errors`,
-        `reward/NAME_seconds` (waited for it); and errors by kind, `reward/error_KIND`."""
+        """Since last asked: of each reward its mean `reward/NAME` over the attempts it judged, `reward/NAME.PART` of
+        parts that its verdicts name, `reward/NAME_errors`, `reward/NAME_seconds` (waited for it); and errors by kind,
+        `reward/error_KIND`.
+        """
         with self._lock:
             sums, self._sums = dict(self._sums), defaultdict(float)
-        for entry in self.entries:
-            judged = sums.pop(f"reward/{entry.label}_judged", 0)
-            mean = sums.pop(f"reward/{entry.label}", 0.0)
-            if judged:
-                sums[f"reward/{entry.label}"] = mean / judged
-        return {name: float(value) for name, value in sums.items()}
+            seen, self._seen = dict(self._seen), defaultdict(list)
+        return {**{name: sum(values) / len(values) for name, values in seen.items()}, **sums}
 
 
 def error_kind(error: str) -> str:
