@@ -28,7 +28,7 @@ OF_TIME = (
     "generate/shared_context",
     "sync/",
 )  # what a resumed run need not repeat
-LIMIT_S = 420
+LIMIT_S = 900
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # Ray would end workers where other programs fill the machine's memory
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -34,7 +35,6 @@ def overrides(ranks: int) -> list[str]:
         "max_num_batched_tokens": 4096,
         "max_num_seqs": 64,
         "checkpoint_engine.update_weights_bucket_megabytes": 64,
-        "+engine_kwargs.vllm.distributed_executor_backend": "uni",  # a process less for each server
         "+engine_kwargs.vllm.worker_extension_cls": "verl_cpu_vllm.CPUExtension",
     }
     found = [
