@@ -35,6 +35,7 @@ class Carry:
 class PrefillPlan:
     """The packed tokens of the first `len(paths)` contexts, and where each context finds its own.
 
+    `shared[i]` counts the leading tokens that context i has in common with the one before it.
     `paths[i]` are the tokens of context i, counted over carried and packed tokens; `logits[i]` is 0 where the
     next-token logits are the carried ones and j + 1 where they are those of packed token `ends[j]`.
     """
@@ -45,6 +46,7 @@ class PrefillPlan:
     ends: list[int]
     paths: list[Ints]
     logits: list[int]
+    shared: list[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +86,7 @@ def plan_prefill(contexts: Sequence[Ids], carried: Ids | None, budget: int) -> P
     previous = np.zeros(0, np.int32) if carried is None else carried
     offset = len(previous)
     path: Ints = np.arange(offset)
-    plan = PrefillPlan(np.zeros(0, np.int64), np.zeros(0, np.int64), [], [], [], [])
+    plan = PrefillPlan(np.zeros(0, np.int64), np.zeros(0, np.int64), [], [], [], [], [])
     tokens: list[Ids] = []
     positions: list[Ints] = []
     packed = 0
@@ -103,11 +105,12 @@ def plan_prefill(contexts: Sequence[Ids], carried: Ids | None, budget: int) -> P
             positions.append(np.arange(shared, len(context)))
         plan.paths.append(path)
         plan.logits.append(len(plan.ends))
+        plan.shared.append(shared)
         previous = context
     if not tokens:
         return plan
     flat = np.concatenate(tokens).astype(np.int64)
-    return PrefillPlan(flat, np.concatenate(positions), plan.jobs, plan.ends, plan.paths, plan.logits)
+    return PrefillPlan(flat, np.concatenate(positions), plan.jobs, plan.ends, plan.paths, plan.logits, plan.shared)
 
 
 def prefill(model: Any, contexts: Sequence[Ids], carry: Carry | None, budget: int, device: torch.device) -> Prefilled:

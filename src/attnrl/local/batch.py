@@ -1,0 +1,560 @@
+"""Running rows that hold their keys and values in pages: what the sampler uses on a CUDA device.
+
+A row holds the pages it needs and no more; what a prompt's trunks or a trunk's branches have in common is stored once
+and read once for all of them. When pages run out, the rows admitted last are put back and prefilled again later with
+what they have drawn. The step is one CUDA graph, the same for any lengths.
+
+Shapes: R rows of the step, C steps between two looks from the host, M pages of the longest row, I items of attention,
+N contexts of a prefill, T packed tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attnrl.attention.paged import PagedDecode, PagedPrefill, has_kernels, query_block
+from attnrl.attention.pages import (
+    PAGE,
+    Ints,
+    LayerShape,
+    PagePool,
+    Pages,
+    bytes_per_token,
+    common_pages,
+    cut,
+    groups_of,
+    pages_for,
+    slots_of,
+)
+from attnrl.local.cache import attending, sampling_mode
+from attnrl.local.draw import draw, uniforms
+from attnrl.local.fused import FusedDecoder, agrees, fuse
+from attnrl.local.graphs import Graphs
+from attnrl.local.prefill import PrefillPlan, lexicographic, plan_prefill, shared_prefix
+from attnrl.local.rows import RowTable
+from attnrl.local.stats import SamplerStats, length_bucket, row_bucket
+from attnrl.types import Ids, Request, Sampling, as_ids
+
+PROGRAMS = 528  # pieces of attention that keep all multiprocessors of a large GPU busy, a few each
+MIN_CHUNK = 128  # tokens of the shortest piece
+REPLAN = 8  # looks after which the pieces are cut anew, since rows have grown
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Carry:
+    """The last context of a prefill, held with its pages and its next-token logits for those that begin alike."""
+
+    context: Ids
+    pages: Pages
+    logits_V: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a captured step depends on, besides the sampling."""
+
+    rows: int
+    single: int  # items
+    shared: int
+    splits: int  # pieces that a row may have; 1: the pieces need no joining
+
+
+class PagedBatch:
+    """The rows that run, their pages and their state on the device.
+
+    The host knows all rows (`table`, `_pages`) and sets the device's state at every look: the newest token of each row
+    (drawn, not yet stored), its position, the uniform numbers of the coming steps and the row's pages. Rows beyond the
+    running ones are idle: they stand at position 0 of page 0 and draw tokens nobody reads, so that few graphs serve.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[LayerShape],
+        dtype: torch.dtype,
+        stops_V: NDArray[np.bool_],
+        *,
+        rows: int,
+        check_every: int,
+        prefill_tokens: int,
+        cache_bytes: int | None,
+        cuda_graphs: bool,
+    ) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.rows = rows
+        self.check_every = check_every
+        self.prefill_tokens = prefill_tokens
+        self.waiting: list[int] = []
+        self.table = RowTable([], 0)
+        self.stats = SamplerStats()
+        self._layers, self._dtype, self._stops_V, self._cache_bytes = tuple(layers), dtype, stops_V, cache_bytes
+        self._kv_heads = max(layer.kv_heads for layer in layers)
+        most = getattr(model.config, "max_position_embeddings", None)
+        self._last_position = 1 << 40 if most is None else most - 1  # a finished row runs on until the next look
+        self._requests: Sequence[Request] = ()
+        self._carry: _Carry | None = None
+        self._pages: list[Pages] = []
+        self.pool: PagePool | None = None
+        self._graphs = Graphs(model, self.device, enabled=cuda_graphs)
+        self._fused: FusedDecoder | None = None
+        self._look = 0
+        self._shape = Shape(0, 0, 0, 1)
+        self._scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._make_state(0, 0)
+        self._fused = self._fused_forward()
+
+    # A call
+
+    def open(self, requests: Sequence[Request], stats: SamplerStats) -> None:
+        """Starts a call: all requests wait."""
+        self.stats, self._requests = stats, requests
+        self._graphs.weights_may_have_moved()
+        if self._fused is not None:
+            self._fused.refresh()
+        wanted = row_bucket(len(requests), self.rows)
+        sizes = sorted((len(r.context) + r.max_tokens + self.check_every for r in requests), reverse=True)
+        self._allocate(wanted, sizes)
+        stats.rows, stats.fused, stats.cuda_graph = wanted, self._fused is not None, self._graphs.enabled
+        self.table = RowTable(requests, wanted)
+        self._pages = []
+        self.waiting = lexicographic([as_ids(r.context) for r in requests])
+
+    def close(self) -> None:
+        """Ends a call, whole or broken off."""
+        if self.pool is not None:
+            for pages in self._pages:
+                self.pool.drop(pages)
+            self._forget_carry()
+            self.stats.cache_peak_bytes = self.pool.peak * self.pool.page_bytes
+            if self.pool.used:  # the call was broken off while pages were on their way to a row
+                self.release()
+        self._pages, self._requests = [], ()
+        self.stats.cuda_graph = self._graphs.enabled
+        self.stats.cuda_graphs_captured = self._graphs.take_captured()
+
+    def release(self) -> None:
+        """Frees pages, state and graphs."""
+        self._graphs.clear()
+        self._scratch.clear()
+        self.pool = None
+
+    def _allocate(self, rows: int, sizes: list[int]) -> None:
+        """A pool for what the rows can need at most, within the budget, and the device's state for so many rows."""
+        longest = pages_for(sizes[0])
+        per_page = PAGE * bytes_per_token(self._layers, self._dtype)
+        need = sum(map(pages_for, sizes[:rows])) + longest + 2
+        pool = self.pool
+        budget = self._cache_bytes
+        if budget is None and self.device.type == "cuda":
+            own = 0 if pool is None else pool.pages * pool.page_bytes
+            budget = (torch.cuda.mem_get_info(self.device)[0] + own) // 2
+        fitting = (4 << 30 if budget is None else budget) // per_page
+        least = longest + 3
+        wanted = max(least, min(need, fitting))
+        if pool is None or pool.pages < max(least, wanted * 9 // 10):
+            self.release()
+            pool = self.pool = PagePool(self._layers, wanted, self._dtype, self.device)
+        pool.peak = 0
+        self.stats.cache_bytes = pool.pages * pool.page_bytes
+        columns = max(pages_for(length_bucket(sizes[0])), pages_for(self.check_every) + 1)
+        if self._table_RM.shape[0] < rows or self._table_RM.shape[1] < columns:
+            self._graphs.clear()
+            self._make_state(rows, columns)
+
+    def _make_state(self, rows: int, columns: int) -> None:
+        device, check = self.device, self.check_every
+        self._table_RM = torch.zeros(rows, columns, dtype=torch.int32, device=device)
+        self._tokens_R, self._lengths_R = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        self._uniform_RC, self._logprobs_RC = torch.zeros(2, rows, check, dtype=torch.float32, device=device)
+        self._ids_RC = torch.zeros(rows, check, dtype=torch.int64, device=device)
+        self._column_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        self._most_items = 4 * rows + 2 * PROGRAMS
+        self._single_I5, self._shared_I5 = torch.zeros(2, self._most_items, 5, dtype=torch.int32, device=device)
+        self._splits_R = torch.zeros(rows, dtype=torch.int32, device=device)
+
+    # Admitting requests
+
+    def admit(self, sampling: Sampling) -> int:
+        """Lets waiting requests run where enough rows and pages are free; returns the tokens drawn."""
+        drawn, rows = 0, self.stats.rows
+        refill = max(1, rows // 8)  # admitting one by one would run a prefill for every step
+        while self.waiting and (rows - self.table.count >= refill or not self.table.count):
+            taken = self._prefill(self.waiting[: rows - self.table.count], sampling)
+            if not taken:
+                break
+            drawn += taken
+            del self.waiting[:taken]
+        if not self.waiting:
+            self._forget_carry()
+        return drawn
+
+    def _prefill(self, candidates: list[int], sampling: Sampling) -> int:
+        """Prefills as many candidates as fit into one forward and the pool; returns how many."""
+        begin = time.perf_counter()
+        table = self.table
+        contexts = [table.so_far(i, as_ids(self._requests[i].context)) for i in candidates]
+        fitting = self._fitting(contexts)
+        if not fitting:
+            return 0
+        plan = plan_prefill(
+            contexts[:fitting], None if self._carry is None else self._carry.context, self.prefill_tokens
+        )
+        taken = len(plan.paths)
+        chosen = np.array(candidates[:taken], np.int64)
+        pages, logits_NV = self._forward_contexts(contexts[:taken], plan)
+        before = table.resumed[chosen]
+        ids_N, logprobs_N = self._first_draw(logits_NV, table.streams[chosen], before, sampling)
+        ended = table.record(chosen, before, ids_N[:, None], logprobs_N[:, None], self._stops_V)
+        goes_on = np.flatnonzero(~ended)
+        lengths = np.array([len(context) for context in contexts[:taken]], np.int64)
+        table.append(chosen[goes_on], ids_N[goes_on], lengths[goes_on])
+        for i in range(taken):
+            if ended[i]:
+                self._held().drop(pages[i])
+            else:
+                self._pages.append(pages[i])
+        self._look = 0
+        self.stats.prefills += bool(len(plan.tokens))
+        self.stats.prefilled_tokens += len(plan.tokens)
+        self.stats.saved_tokens += int(lengths.sum()) - len(plan.tokens)
+        self.stats.prefill_seconds += time.perf_counter() - begin
+        return taken
+
+    def _fitting(self, contexts: list[Ids]) -> int:
+        """How many of the contexts the pool can hold, with a page to grow for every row."""
+        pool = self._held()
+        previous = np.zeros(0, np.int32) if self._carry is None else self._carry.context
+        free = pool.free - self.table.count
+        for count, context in enumerate(contexts):
+            shared = shared_prefix(previous, context)
+            free -= pages_for(len(context)) - shared // PAGE + 1
+            if free < 0:
+                if count or self.table.count:
+                    return count
+                self._forget_carry()  # nothing runs and one context does not fit: the carry holds the rest
+                return 1
+            previous = context
+        return len(contexts)
+
+    def _forward_contexts(self, contexts: list[Ids], plan: PrefillPlan) -> tuple[list[Pages], Tensor]:
+        """Each context's pages, filled, and its next-token logits [N, V]. The last one becomes the carry."""
+        carry = self._carry
+        pages, attention = self._lay_out(contexts, plan)
+        if len(plan.tokens):
+            tokens, positions = (torch.from_numpy(a).to(self.device) for a in (plan.tokens, plan.positions))
+            ends = torch.tensor(plan.ends, device=self.device)
+            fresh_NV = self._logits(tokens, positions, attention, ends)
+            first = torch.zeros_like(fresh_NV[:1]) if carry is None else carry.logits_V[None]
+            logits_NV = torch.cat([first, fresh_NV])
+        else:
+            assert carry is not None
+            for layer in range(len(self._layers)):
+                attention.stored(layer)
+            logits_NV = carry.logits_V[None]
+        kept = self._held().share(pages[-1])
+        self._forget_carry()
+        self._carry = _Carry(contexts[-1], kept, logits_NV[plan.logits[-1]].clone())
+        return pages, logits_NV[torch.tensor(plan.logits, device=self.device)]
+
+    def _lay_out(self, contexts: list[Ids], plan: PrefillPlan) -> tuple[list[Pages], PagedPrefill]:
+        """Pages for each context, whole shared ones held in common, and the attention that fills them."""
+        pool, carry = self._held(), self._carry
+        before = np.zeros(0, np.int32) if carry is None else carry.pages
+        offset = 0 if carry is None else len(carry.context)
+        slots_P = np.zeros(offset + len(plan.tokens), np.int64)  # where each carried and packed token lies first
+        slots_P[:offset] = slots_of(before, np.arange(offset))
+        pages: list[Pages] = []
+        copied: list[Ints] = []
+        blocks: list[Ints] = []
+        step = query_block(self._dtype)
+        for i, (context, path, shared) in enumerate(zip(contexts, plan.paths, plan.shared, strict=True)):
+            whole = shared // PAGE
+            mine = np.concatenate([pool.share(before[:whole]), pool.take(pages_for(len(context)) - whole)])
+            positions = np.arange(whole * PAGE, len(context))
+            places = slots_of(mine, positions)
+            again = shared - whole * PAGE  # tokens of a page that only begins alike
+            copied.append(np.stack([slots_P[path[positions[:again]]], places[:again]]))
+            slots_P[path[positions[again:]]] = places[again:]
+            starts = np.arange(shared, len(context), step)
+            if len(starts):
+                counts = np.minimum(step, len(context) - starts)
+                first = path[shared] - offset
+                blocks.append(np.stack([first + starts - shared, counts, starts, np.full(len(starts), i)], 1))
+            pages.append(mine)
+            before = mine
+        return pages, self._prefill_attention(pages, slots_P[offset:], np.concatenate(copied, 1), blocks)
+
+    def _prefill_attention(
+        self, pages: list[Pages], slots_T: Ints, copied_2X: Ints, blocks: list[Ints]
+    ) -> PagedPrefill:
+        table_NM = np.zeros((len(pages), max(map(len, pages))), np.int32)
+        for row, held in zip(table_NM, pages, strict=True):
+            row[: len(held)] = held
+        blocks_B4 = np.concatenate(blocks or [np.zeros((0, 4), np.int64)]).astype(np.int32)
+        blocks_B4 = blocks_B4[np.argsort(-blocks_B4[:, 2], kind="stable")]  # the longest first
+        slots, table, block = (torch.from_numpy(a).to(self.device) for a in (slots_T, table_NM, blocks_B4))
+        copies = None
+        if copied_2X.shape[1]:
+            source, target = torch.from_numpy(copied_2X).to(self.device)
+            copies = (source, target)
+        return PagedPrefill(self._held(), slots, copies, table, block)
+
+    def _first_draw(
+        self, logits_NV: Tensor, streams: Ints, index: Ints, sampling: Sampling
+    ) -> tuple[Ints, NDArray[np.float32]]:
+        """Tokens and log-probs [N] that follow the contexts."""
+        count, device = len(streams), self.device
+        uniform = uniforms(torch.from_numpy(streams).to(device), torch.from_numpy(index).to(device))
+        tokens, lengths, ids = torch.zeros(3, count, 1, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(count, 1, device=device)
+        column = torch.zeros(1, dtype=torch.int64, device=device)
+        self._draw(logits_NV, uniform[:, None], column, tokens[:, 0], lengths[:, 0], ids, logprobs, sampling)
+        return ids[:, 0].cpu().numpy(), logprobs[:, 0].cpu().numpy()
+
+    # Drawing
+
+    def advance(self, sampling: Sampling) -> int:
+        """Draws up to `check_every` tokens for each running row and lets ended rows go; returns the tokens kept."""
+        table = self.table
+        left = table.limits[table.request[: table.count]] - table.drawn[: table.count]
+        steps = min(self.check_every, int(left.max()))
+        self._make_room(steps)
+        active = slice(0, table.count)
+        ids_RC, logprobs_RC = self._run(steps, sampling)
+        before = int(table.lengths_of.sum())
+        request = table.request[active].copy()
+        ended = table.record(request, table.drawn[active], ids_RC, logprobs_RC, self._stops_V)
+        drawn_by_ended = int(table.lengths_of.sum()) - before - int(table.drawn[active][ended].sum())
+        table.token[active] = ids_RC[:, -1]
+        table.length[active] += steps
+        table.drawn[active] += steps
+        self.stats.steps += steps
+        self.stats.row_steps += steps * self._shape.rows
+        if ended.any():
+            for row in np.flatnonzero(ended):
+                self._held().drop(self._pages[row])
+            kept = np.flatnonzero(~ended)
+            self._pages = [self._pages[row] for row in kept]
+            table.keep(kept)
+            self._look = 0
+        return drawn_by_ended + steps * int((~ended).sum())
+
+    def _make_room(self, steps: int) -> None:
+        """Gives every row the pages of its coming tokens; puts the last rows back where there are too few."""
+        table, pool = self.table, self._held()
+        while True:
+            held = np.array([len(pages) for pages in self._pages], np.int64)
+            missing = -(-(table.length[: table.count] + steps) // PAGE) - held
+            if int(missing.clip(0).sum()) <= pool.free:
+                break
+            if self._carry is not None:
+                self._forget_carry()
+                continue
+            assert table.count > 1, "the pool holds the longest request"
+            self.waiting.append(table.put_back(table.count - 1))
+            pool.drop(self._pages.pop())
+            self.stats.put_back += 1
+            self._look = 0
+            contexts = [table.so_far(i, as_ids(self._requests[i].context)) for i in self.waiting]
+            self.waiting = [self.waiting[i] for i in lexicographic(contexts)]
+        for row in np.flatnonzero(missing > 0):
+            self._pages[row] = np.concatenate([self._pages[row], pool.take(int(missing[row]))])
+        if pool.used == pool.peak:
+            self.stats.cache_live_bytes = self._live_tokens() * pool.page_bytes // PAGE
+
+    def _live_tokens(self) -> int:
+        """Different tokens that the running rows hold."""
+        shared = common_pages(*self._padded_pages())
+        return int(self.table.length[: self.table.count].sum()) - PAGE * int(shared.sum())
+
+    def _padded_pages(self) -> tuple[Pages, Ints]:
+        held = np.array([len(pages) for pages in self._pages], np.int64)
+        table_RM = np.zeros((len(held), int(held.max(initial=1))), np.int32)
+        for row, pages in zip(table_RM, self._pages, strict=True):
+            row[: len(pages)] = pages
+        return table_RM, held
+
+    def _run(self, steps: int, sampling: Sampling) -> tuple[Ints, NDArray[np.float32]]:
+        """Advances all rows by `steps` tokens; returns ids and log-probs [running, steps] of the running ones."""
+        running = self.table.count
+        self._place()
+        key = (self._shape, sampling)
+        for _ in range(steps):
+            self._graphs.step(key, self._step, (self._tokens_R, self._lengths_R, self._column_1))
+        ids_RC = self._ids_RC[:running, :steps].cpu().numpy()
+        return ids_RC, self._logprobs_RC[:running, :steps].cpu().numpy()
+
+    def _place(self) -> None:
+        """Sets the device's state from the host's."""
+        table, device = self.table, self.device
+        running = table.count
+        active = slice(0, running)
+        rows = row_bucket(running, self.stats.rows)
+        pages_RM, _ = self._padded_pages()
+        columns = pages_RM.shape[1]
+        self._table_RM[:running, :columns] = torch.from_numpy(pages_RM).to(device)
+        self._table_RM[running:rows] = 0
+        state = np.stack([table.token[active], table.length[active], table.streams[table.request[active]],
+                          table.drawn[active]])  # fmt: skip
+        tokens_R, lengths_R, streams_R, drawn_R = torch.from_numpy(state).to(device)
+        self._tokens_R[:running], self._lengths_R[:running] = tokens_R, lengths_R
+        self._lengths_R[running:rows] = 0
+        coming_RC = drawn_R[:, None] + torch.arange(self.check_every, device=device)
+        self._uniform_RC[:running] = uniforms(streams_R[:, None], coming_RC)
+        self._column_1.zero_()
+        if self._look % REPLAN == 0 or rows != self._shape.rows:
+            self._plan_items(rows)
+        self._look += 1
+
+    def _plan_items(self, rows: int) -> None:
+        """Cuts the attention of the coming steps into pieces of about equal size."""
+        if not has_kernels(self.device):
+            self._shape = Shape(rows, 0, 0, 1)
+            return
+        from attnrl.attention.paged_triton import shared_rows
+
+        lengths = self.table.length[: self.table.count] + 1
+        table_RM, held = self._padded_pages()
+        most = shared_rows(self._group_size())
+        groups = groups_of(common_pages(table_RM, held), len(lengths), most)
+        spared = sum((count - 1) * shared * PAGE for _, count, shared in groups)
+        work = (int(lengths.sum()) - spared) * self._kv_heads
+        chunk = max(MIN_CHUNK, -(-work // (PROGRAMS * 64)) * 64)
+        items = cut(groups, lengths, chunk)
+        while max(len(items.single_I5), len(items.shared_I5)) > self._most_items:
+            chunk *= 2
+            items = cut(groups, lengths, chunk)
+        splits = 1 << (int(items.splits_R.max()) - 1).bit_length()
+        single = min(self._most_items, length_bucket(max(rows, len(items.single_I5))))
+        shared = min(self._most_items, length_bucket(len(items.shared_I5))) if len(items.shared_I5) else 0
+        self._shape = Shape(rows, single, shared, splits)
+        self._single_I5[:single] = 0
+        self._single_I5[: len(items.single_I5)] = torch.from_numpy(items.single_I5).to(self.device)
+        self._shared_I5[:shared] = 0
+        self._shared_I5[: len(items.shared_I5)] = torch.from_numpy(items.shared_I5).to(self.device)
+        self._splits_R[:rows] = 0
+        self._splits_R[: len(lengths)] = torch.from_numpy(items.splits_R).to(self.device)
+
+    def _group_size(self) -> int:
+        config = self.model.config.get_text_config()
+        return max(1, int(config.num_attention_heads) // min(layer.kv_heads for layer in self._layers))
+
+    def _attention(self) -> PagedDecode:
+        """The step's attention, over the state as it is on the device."""
+        shape = self._shape
+        rows = shape.rows
+        lengths_R = self._lengths_R[:rows]
+        table_RM = self._table_RM[:rows]
+        page_R = table_RM.gather(1, (lengths_R // PAGE)[:, None])[:, 0]
+        slots_R = page_R.long() * PAGE + lengths_R % PAGE
+        scratch, splits_R = None, None
+        if shape.splits > 1:
+            splits_R = self._splits_R[:rows]
+            scratch = self._scratch.get((rows, shape.splits))
+            if scratch is None:
+                heads = self._group_size() * self._kv_heads
+                widest = max(layer.value_dim for layer in self._layers)
+                size = (rows, shape.splits, heads, widest)
+                part = torch.empty(size, dtype=torch.float32, device=self.device)
+                scratch = self._scratch[rows, shape.splits] = (part, torch.empty_like(part[..., 0]))
+        shared_I5 = self._shared_I5[: shape.shared] if shape.shared else None
+        single_I5 = self._single_I5[: shape.single]
+        return PagedDecode(self._held(), table_RM, lengths_R, slots_R, single_I5, shared_I5, splits_R, scratch)
+
+    def _step(self, key: tuple[Shape, Sampling]) -> None:
+        """One token for each row. Everything stays on the device, in place: the whole step can be captured."""
+        shape, sampling = key
+        rows = shape.rows
+        tokens_R, lengths_R = self._tokens_R[:rows], self._lengths_R[:rows]
+        logits_RV = self._logits(tokens_R, lengths_R.clamp(max=self._last_position), self._attention(), None)
+        outputs = self._ids_RC[:rows], self._logprobs_RC[:rows]
+        self._draw(logits_RV, self._uniform_RC[:rows], self._column_1, tokens_R, lengths_R, *outputs, sampling)
+        self._column_1.add_(1)
+
+    # The model
+
+    def _logits(
+        self, tokens_T: Tensor, positions_T: Tensor, plan: PagedDecode | PagedPrefill, ends: Tensor | None
+    ) -> Tensor:
+        """Next-token logits after the packed tokens `ends` of a prefill, or after every row's token."""
+        if self._fused is not None:
+            hidden_TW = self._fused.hidden(tokens_T, positions_T, plan)
+            logits: Tensor = self.model.get_output_embeddings()(hidden_TW if ends is None else hidden_TW[ends])
+            return logits
+        with attending(plan):
+            if ends is None:
+                logits = self.model(
+                    input_ids=tokens_T[:, None], position_ids=positions_T[:, None], use_cache=False
+                ).logits
+                return logits[:, -1]
+            logits = self.model(
+                input_ids=tokens_T[None], position_ids=positions_T[None], logits_to_keep=ends, use_cache=False
+            ).logits
+            return logits[0]
+
+    def _draw(
+        self,
+        logits_RV: Tensor,
+        uniform_RC: Tensor,
+        column_1: Tensor,
+        tokens_R: Tensor,
+        lengths_R: Tensor,
+        ids_RC: Tensor,
+        logprobs_RC: Tensor,
+        sampling: Sampling,
+    ) -> None:
+        """Draws a token a row at the column's uniform number; sets token, length, and the column of the outputs."""
+        plain = sampling.temperature > 0 and sampling.top_p == 1 and not sampling.top_k
+        if plain and has_kernels(self.device):
+            from attnrl.local.draw_triton import draw_into
+
+            draw_into(
+                logits_RV, uniform_RC, column_1, tokens_R, lengths_R, ids_RC, logprobs_RC, sampling.temperature
+            )
+            return
+        uniform_R = uniform_RC.index_select(1, column_1)[:, 0]
+        ids_R, logprobs_R = draw(logits_RV, uniform_R, sampling)
+        ids_RC.index_copy_(1, column_1, ids_R[:, None])
+        logprobs_RC.index_copy_(1, column_1, logprobs_R[:, None])
+        tokens_R.copy_(ids_R)
+        lengths_R.add_(1)
+
+    def _fused_forward(self) -> FusedDecoder | None:
+        """The fused forward, where the model's modules and its numbers on a short text allow it."""
+        fused = fuse(self.model, self.device)
+        if fused is None:
+            return None
+        count = min(40, int(self._last_position) + 1)
+        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        tokens = torch.arange(count, device=self.device) * 7919 % vocabulary
+        positions = torch.arange(count, device=self.device)
+        self.pool = PagePool(self._layers, pages_for(count) + 1, self._dtype, self.device)
+        pages = self.pool.take(pages_for(count))
+        blocks = [np.array([[0, count, 0, 0]], np.int64)]
+        plan = self._prefill_attention([pages], slots_of(pages, np.arange(count)), np.zeros((2, 0), np.int64), blocks)
+        with sampling_mode(self.model):
+            theirs = self._logits(tokens, positions, plan, positions)
+            self._fused = fused
+            ours = self._logits(tokens, positions, plan, positions)
+        self.pool = None
+        return fused if agrees(ours, theirs) else None
+
+    # Pages
+
+    def _held(self) -> PagePool:
+        assert self.pool is not None, "a call is open"
+        return self.pool
+
+    def _forget_carry(self) -> None:
+        if self._carry is not None:
+            self._held().drop(self._carry.pages)
+            self._carry = None

@@ -1,0 +1,88 @@
+"""Drawing from plain softmax in two kernels: the logits are read once, and a second time only where the token lies.
+
+Shapes: R rows, V vocabulary, C chunks of the vocabulary, L looks: columns of the output.
+The token is the one `draw.py` defines: the cumulated distribution, in vocabulary order, inverted at one uniform number.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# The kernels' parameters are Triton values, which have no Python types.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 4096
+
+
+@triton.jit
+def _chunk_stats(LOGITS, TOPS, SUMS, V, pitch, inverse, C, B: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    v = chunk * B + tl.arange(0, B)
+    x = tl.load(LOGITS + row * pitch + v, mask=v < V, other=-float("inf")).to(tl.float32) * inverse
+    top = tl.max(x, 0)
+    total = tl.sum(tl.exp(x - tl.where(top == -float("inf"), 0.0, top)), 0)
+    tl.store(TOPS + row * C + chunk, top)
+    tl.store(SUMS + row * C + chunk, total)
+
+
+@triton.jit
+def _find(
+    LOGITS, TOPS, SUMS, UNIFORM, COLUMN, TOKENS, LENGTHS, IDS, LOGPROBS, V, pitch, inverse, C, out_pitch,
+    B: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.load(COLUMN)
+    c = tl.arange(0, BC)
+    tops = tl.load(TOPS + row * C + c, mask=c < C, other=-float("inf"))
+    top = tl.max(tops, 0)
+    weights = tl.load(SUMS + row * C + c, mask=c < C, other=0.0) * tl.exp(tops - top)
+    weights = tl.where((c < C) & (tops != -float("inf")), weights, 0.0)  # NaN stays: it must be seen
+    total = tl.sum(weights, 0)
+    goal = tl.load(UNIFORM + row * out_pitch + column) * total
+    upto = tl.cumsum(weights, 0)
+    chunk = tl.min(tl.where((upto > goal) & (weights > 0.0), c, BC), 0)
+    last = tl.max(tl.where(weights > 0.0, c, 0), 0)
+    chunk = tl.where(chunk == BC, last, chunk)
+    goal = goal - tl.sum(tl.where(c < chunk, weights, 0.0), 0)
+    v = tl.arange(0, B)
+    base = LOGITS + row * pitch + chunk.to(tl.int64) * B
+    x = tl.load(base + v, mask=chunk * B + v < V, other=-float("inf")).to(tl.float32) * inverse
+    p = tl.exp(x - top)
+    found = tl.min(tl.where((tl.cumsum(p, 0) > goal) & (p > 0.0), v, B), 0)
+    # Two sums of the same numbers differ by rounding: past the chunk's end, its last possible token is meant.
+    found = tl.where(found == B, tl.max(tl.where(p > 0.0, v, 0), 0), found)
+    chosen = tl.load(base + found).to(tl.float32) * inverse
+    token = (chunk * B + found).to(tl.int64)
+    tl.store(TOKENS + row, token)
+    tl.store(LENGTHS + row, tl.load(LENGTHS + row) + 1)
+    tl.store(IDS + row * out_pitch + column, token)
+    tl.store(LOGPROBS + row * out_pitch + column, chosen - top - tl.log(total))
+
+
+def draw_into(
+    logits_RV: Tensor,
+    uniform_RL: Tensor,
+    column_1: Tensor,
+    tokens_R: Tensor,
+    lengths_R: Tensor,
+    ids_RL: Tensor,
+    logprobs_RL: Tensor,
+    temperature: float,
+) -> None:
+    """Draws one token a row at `uniform_RL[:, column]`; writes it, its log-prob and the row's new length in place."""
+    rows, vocabulary = logits_RV.shape
+    chunks = triton.cdiv(vocabulary, CHUNK)
+    tops_RC, sums_RC = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits_RV.device)
+    inverse = 1.0 / temperature
+    _chunk_stats[(rows, chunks)](
+        logits_RV, tops_RC, sums_RC, vocabulary, logits_RV.stride(0), inverse, chunks, CHUNK, num_warps=4
+    )
+    assert uniform_RL.stride(0) == ids_RL.stride(0) == logprobs_RL.stride(0)
+    _find[(rows,)](
+        logits_RV, tops_RC, sums_RC, uniform_RL, column_1, tokens_R, lengths_R, ids_RL, logprobs_RL, vocabulary,
+        logits_RV.stride(0), inverse, chunks, ids_RL.stride(0), CHUNK, triton.next_power_of_2(chunks), num_warps=8,
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""The forward of decoders built like Llama, with what lies between the matrix products fused.
+
+transformers' own forward launches about forty kernels a layer, most of them for a few numbers. Decoders of this family
+(Llama, Qwen2, Qwen3, Mistral and those with the same modules) are the same eleven here. Whether a model is one of them
+is seen by its modules and then by its numbers: the first forward is compared with transformers' own. Others run as
+they are.
+
+Shapes: T tokens, W width, H query heads, D head size, X all heads side by side, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnrl.attention.pages import PagePool
+from attnrl.attention.paged import has_kernels
+
+Apply = Callable[[Tensor], Tensor]
+
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+class Paged(Protocol):
+    """A plan over pages: `PagedDecode` or `PagedPrefill`."""
+
+    @property
+    def pool(self) -> PagePool: ...
+    @property
+    def slots_T(self) -> Tensor: ...
+    def stored(self, layer: int) -> None: ...
+    def read(self, layer: int, q: Tensor, scaling: float, window: int | None) -> Tensor: ...
+
+
+def _children(module: nn.Module) -> set[str]:
+    """Names of the children that hold weights, and of the activation."""
+    return {n for n, child in module.named_children() if n == "act_fn" or any(True for _ in child.parameters())}
+
+
+def _is_norm(module: Any, width: int) -> bool:
+    weight = getattr(module, "weight", None)
+    named = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+    return named and weight is not None and weight.shape == (width,)
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One decoder layer; `qkv` is the three projections side by side, a copy that `refresh` renews."""
+
+    module: Any
+    heads: int
+    dim: int
+    qkv_weight: Tensor | None
+    qkv_bias: Tensor | None
+
+    def qkv(self, x_TW: Tensor) -> Tensor:
+        attention = self.module.self_attn
+        if self.qkv_weight is not None:
+            return F.linear(x_TW, self.qkv_weight, self.qkv_bias)
+        return torch.cat([attention.q_proj(x_TW), attention.k_proj(x_TW), attention.v_proj(x_TW)], -1)
+
+    def norms(self) -> tuple[Tensor, Tensor, float] | None:
+        attention = self.module.self_attn
+        if not hasattr(attention, "q_norm"):
+            return None
+        return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
+
+
+def _read_layer(module: Any) -> _Layer | None:
+    """The layer in our terms, or None where it has other modules than we compute."""
+    if _children(module) != _LAYER or not _ATTENTION <= _children(module.self_attn):
+        return None
+    attention, mlp = module.self_attn, module.mlp
+    extra = _children(attention) - _ATTENTION
+    dim = getattr(attention, "head_dim", None)
+    if extra not in (set(), {"q_norm", "k_norm"}) or _children(mlp) != _MLP or dim is None or dim % 2:
+        return None
+    if extra and not (_is_norm(attention.q_norm, dim) and _is_norm(attention.k_norm, dim)):
+        return None
+    width = mlp.gate_proj.in_features
+    if not all(_is_norm(n, width) for n in (module.input_layernorm, module.post_attention_layernorm)):
+        return None
+    if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+        return None
+    layer = _Layer(module, attention.q_proj.out_features // dim, dim, None, None)
+    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+    if all(type(part) is nn.Linear for part in parts):
+        weight = parts[0].weight
+        shape = (sum(part.out_features for part in parts), width)
+        layer.qkv_weight = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        if parts[0].bias is not None:
+            layer.qkv_bias = torch.empty(shape[0], dtype=weight.dtype, device=weight.device)
+        if any((part.bias is None) != (parts[0].bias is None) for part in parts):
+            return None
+    return layer
+
+
+class FusedDecoder:
+    """The decoder's forward from token ids to normed hidden states, over pages."""
+
+    def __init__(self, model: Any, layers: list[_Layer]) -> None:
+        from attnrl.local import fused_triton
+
+        self.kernels: Any = fused_triton
+        self.model = model
+        self.base = model.model
+        self.layers = layers
+
+    def refresh(self) -> None:
+        """Copies the projections' weights as they are now; the copies keep their place in memory."""
+        with torch.no_grad():
+            for layer in self.layers:
+                if layer.qkv_weight is None:
+                    continue
+                attention = layer.module.self_attn
+                parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+                torch.cat([part.weight for part in parts], out=layer.qkv_weight)
+                if layer.qkv_bias is not None:
+                    torch.cat([part.bias for part in parts], out=layer.qkv_bias)
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: Paged) -> Tensor:
+        """Final hidden states [T, W], normed."""
+        kernels = self.kernels
+        x_TW = self.base.embed_tokens(tokens_T)
+        cos, sin = self.base.rotary_emb(x_TW[None], position_ids=positions_T[None])
+        cos_TD, sin_TD = cos[0].contiguous(), sin[0].contiguous()
+        after: Tensor | None = None
+        for i, layer in enumerate(self.layers):
+            attention, mlp = layer.module.self_attn, layer.module.mlp
+            norm = layer.module.input_layernorm
+            x_TW, normed_TW = kernels.add_norm(x_TW, after, norm.weight, norm.variance_epsilon)
+            qkv_TX = layer.qkv(normed_TW)
+            keys, values = plan.pool.keys[i], plan.pool.values[i]
+            kernels.rotate_store(
+                qkv_TX, cos_TD, sin_TD, plan.slots_T, keys, values, layer.norms(), layer.heads
+            )
+            plan.stored(i)
+            q_THD = qkv_TX[:, : layer.heads * layer.dim].unflatten(1, (layer.heads, layer.dim))
+            seen_TX = plan.read(i, q_THD, attention.scaling, getattr(attention, "sliding_window", None))
+            norm = layer.module.post_attention_layernorm
+            x_TW, normed_TW = kernels.add_norm(x_TW, attention.o_proj(seen_TX), norm.weight, norm.variance_epsilon)
+            after = mlp.down_proj(kernels.gate(mlp.gate_proj(normed_TW), mlp.up_proj(normed_TW)))
+        norm = self.base.norm
+        normed: Tensor = kernels.add_norm(x_TW, after, norm.weight, norm.variance_epsilon)[1]
+        return normed
+
+
+def fuse(model: Any, device: torch.device) -> FusedDecoder | None:
+    """The fused forward of a model it fits by its modules, or None. Its numbers are still to be compared."""
+    base = getattr(model, "model", None)
+    needed = ("layers", "embed_tokens", "norm", "rotary_emb")
+    if base is None or not has_kernels(device) or not all(hasattr(base, name) for name in needed):
+        return None
+    if not _is_norm(base.norm, base.embed_tokens.embedding_dim):
+        return None
+    layers = [_read_layer(module) for module in base.layers]
+    if any(layer is None for layer in layers):
+        return None
+    fused = FusedDecoder(model, [layer for layer in layers if layer is not None])
+    fused.refresh()
+    return fused
+
+
+def agrees(ours_TV: Tensor, theirs_TV: Tensor) -> bool:
+    """Whether two forwards' logits are the same up to rounding; said where they are not."""
+    spread = float((theirs_TV - theirs_TV.mean(-1, keepdim=True)).float().square().mean().sqrt())
+    apart = float((ours_TV - theirs_TV).float().square().mean().sqrt())
+    allowed = 1e-3 if theirs_TV.dtype == torch.float32 else 5e-2
+    fine = apart <= allowed * max(spread, 1e-6)
+    if not fine:
+        share = apart / max(spread, 1e-6)
+        warnings.warn(f"the fused forward differs from the model's by {share:.1%}: sampling runs unfused", stacklevel=2)
+    return fine
