@@ -28,9 +28,7 @@ def has_kernels(device: torch.device) -> bool:
     return kernels is not None and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def query_block(dtype: torch.dtype) -> int:
-    """Queries of one block of a prefill."""
-    return 64 if dtype == torch.float32 else 128
+QUERY_BLOCK = 64  # queries of one block of a prefill
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,10 +117,10 @@ class PagedPrefill:
             values,
             self.table_JM,
             self.blocks_B4,
-            query_block(q_THD.dtype),
+            QUERY_BLOCK,
             scale=scaling,
             window=window,
-            tile=(64, 8, 3) if q_THD.dtype != torch.float32 else (32, 4, 2),
+            tile=(64, 4, 3) if q_THD.dtype != torch.float32 else (32, 4, 2),
         )
         return out_TW
 

@@ -21,29 +21,31 @@ from torch import Tensor
 from attnrl.attention.pages import PAGE
 
 LOG2E = 1.4426950408889634
-SHARED_QUERIES = 64  # queries of an item whose pages several rows share
+SHARED_QUERIES = 32  # queries of an item whose pages several rows share
 
 
 @triton.jit
 def _decode(
-    Q, KEYS, VALUES, TABLE, LENGTHS, ITEMS, OUT, PART, LSE, scale2, q_pitch, out_pitch, table_pitch, window,
+    Q, KEYS, VALUES, TABLE, LENGTHS, ITEMS, OUT, PART, LSE, scale2, q_pitch, out_pitch, table_pitch, window, splits,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, S: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr,
+    BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     item = ITEMS + tl.program_id(0) * 5
     kv = tl.program_id(1)
     rows = tl.load(item + 1)
-    if rows == 0:
-        return
     first = tl.load(item).to(tl.int64)
     start = tl.load(item + 2)
+    stop = tl.load(item + 3)
+    split = tl.load(item + 4)
+    if rows == 0:
+        return
     m = tl.arange(0, BM)
     real_m = m < rows * G
     row_m = first + tl.where(real_m, m // G, 0)
     head_m = kv * G + m % G
     newest_m = tl.load(LENGTHS + row_m).to(tl.int32)  # the newest token's position: it is already stored
-    end = tl.minimum(tl.load(item + 3), tl.max(newest_m, 0) + 1)
+    end = tl.minimum(stop, tl.max(newest_m, 0) + 1)
     if WINDOW:
         start = tl.maximum(start, (tl.min(newest_m, 0) + 1 - window) // BN * BN)
     d = tl.arange(0, BD)
@@ -78,7 +80,7 @@ def _decode(
         place = row_m[:, None] * out_pitch + head_m[:, None] * E + e
         tl.store(OUT + place, (acc * norm[:, None]).to(OUT.dtype.element_ty), mask=inside)
     else:
-        part = (row_m * S + tl.load(item + 4)) * H + head_m
+        part = (row_m * splits + split) * H + head_m
         tl.store(PART + part[:, None] * E + e, acc * norm[:, None], mask=inside)
         lse = tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), -float("inf"))
         tl.store(LSE + part, lse, mask=real_m)
@@ -176,7 +178,7 @@ def shared_rows(groups: int) -> int:
     """Most rows whose shared pages one item reads, for G query heads a key/value head.
 
     >>> shared_rows(6), shared_rows(1), shared_rows(64)
-    (10, 64, 1)
+    (5, 32, 1)
     """
     return max(1, SHARED_QUERIES // groups)
 
@@ -214,8 +216,8 @@ def decode(
             continue
         _decode[(items.shape[0], kv_heads)](
             q_RHD, keys, values, table_RM, lengths_R, items, out_RW, part, lse, scale * LOG2E, q_RHD.stride(0),
-            out_RW.stride(0), table_RM.stride(0), window or 0, heads, kv_heads, groups, dim, value_dim, wide,
-            wide_value, tall, tile[0], splits, PAGE, direct, window is not None, _precision(q_RHD.dtype),
+            out_RW.stride(0), table_RM.stride(0), window or 0, splits, heads, kv_heads, groups, dim, value_dim, wide,
+            wide_value, tall, tile[0], PAGE, direct, window is not None, _precision(q_RHD.dtype),
             num_warps=tile[1], num_stages=tile[2],
         )  # fmt: skip
     if splits_R is not None:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnrl.attention.paged import PagedDecode, PagedPrefill, has_kernels, query_block
+from attnrl.attention.paged import QUERY_BLOCK, PagedDecode, PagedPrefill, has_kernels
 from attnrl.attention.pages import (
     PAGE,
     Ints,
@@ -186,8 +186,9 @@ class PagedBatch:
     def admit(self, sampling: Sampling) -> int:
         """Lets waiting requests run where enough rows and pages are free; returns the tokens drawn."""
         drawn, rows = 0, self.stats.rows
-        refill = max(1, rows // 8)  # admitting one by one would run a prefill for every step
-        while self.waiting and (rows - self.table.count >= refill or not self.table.count):
+        if self.table.count and rows - self.table.count < max(1, rows // 8):
+            return 0  # admitting one by one would run a prefill for every step
+        while self.waiting and self.table.count < rows:
             taken = self._prefill(self.waiting[: rows - self.table.count], sampling)
             if not taken:
                 break
@@ -275,7 +276,6 @@ class PagedBatch:
         pages: list[Pages] = []
         copied: list[Ints] = []
         blocks: list[Ints] = []
-        step = query_block(self._dtype)
         for i, (context, path, shared) in enumerate(zip(contexts, plan.paths, plan.shared, strict=True)):
             whole = shared // PAGE
             mine = np.concatenate([pool.share(before[:whole]), pool.take(pages_for(len(context)) - whole)])
@@ -284,9 +284,9 @@ class PagedBatch:
             again = shared - whole * PAGE  # tokens of a page that only begins alike
             copied.append(np.stack([slots_P[path[positions[:again]]], places[:again]]))
             slots_P[path[positions[again:]]] = places[again:]
-            starts = np.arange(shared, len(context), step)
+            starts = np.arange(shared, len(context), QUERY_BLOCK)
             if len(starts):
-                counts = np.minimum(step, len(context) - starts)
+                counts = np.minimum(QUERY_BLOCK, len(context) - starts)
                 first = path[shared] - offset
                 blocks.append(np.stack([first + starts - shared, counts, starts, np.full(len(starts), i)], 1))
             pages.append(mine)
