@@ -60,7 +60,17 @@ def decode_times(tiny: bool, device: str) -> list[dict[str, Any]]:
                 def run(tile: Any = tile, items: Any = (single, both), splits: Any = splits, s: Any = scratch) -> None:
                     for keys, values in pools:
                         paged_triton.decode(
-                            q, keys, values, table, lengths, *items, splits, s, scale=0.09, window=None, tile=tile
+                            q,
+                            keys,
+                            values,
+                            table,
+                            lengths,
+                            *items,
+                            splits,
+                            s,
+                            scale=0.09,
+                            window=None,
+                            tiles=(tile, tile),
                         )
 
                 ms = timed(run, device) / len(pools)

@@ -17,7 +17,7 @@ POOL = {"Q": BF16, "KEYS": BF16, "VALUES": BF16, "TABLE": INT32, "LENGTHS": INT6
 POOL |= {"PART": FLOAT, "LSE": FLOAT, "BLOCKS": INT32, "SPLITS": INT32, "scale2": "fp32"}
 HEADS = {"H": 12, "K": 2, "G": 6, "D": 128, "E": 128, "BD": 128, "BE": 128, "PAGE": 32, "WINDOW": False}
 HEADS |= {"PRECISION": "tf32"}
-LAYER = {name: BF16 for name in "X Y WEIGHT SUM NORMED QKV COS SIN KEYS VALUES QNORM KNORM GATE UP OUT".split()}
+LAYER = {name: BF16 for name in "X Y WEIGHT SUM NORMED Q KNEW VNEW COS SIN KEYS VALUES QNORM KNORM GATE UP OUT".split()}
 LAYER |= {"SLOTS": INT64, "eps": "fp32"}
 DRAW = {"LOGITS": BF16, "TOPS": FLOAT, "SUMS": FLOAT, "UNIFORM": FLOAT, "LOGPROBS": FLOAT, "inverse": "fp32"}
 DRAW |= {"COLUMN": INT64, "TOKENS": INT64, "LENGTHS": INT64, "IDS": INT64}
@@ -30,7 +30,7 @@ KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
     ("paths", paged_triton._paths, POOL, HEADS | {"BM": 64, "BN": 64}, 4, 3),
     ("add_norm", fused_triton._add_norm, LAYER, {"BW": 2048, "ADD": True}, 4, 3),
     ("rotate_store", fused_triton._rotate_store, LAYER, HEADS | {"BH": 16, "BK": 2, "BHALF": 64, "NORM": True}, 4, 3),
-    ("gate", fused_triton._gate, LAYER, {"B": 1024}, 4, 3),
+    ("gate", fused_triton._gate, LAYER, {"B": 2048}, 4, 3),
     ("chunk_stats", draw_triton._chunk_stats, DRAW, {"B": 4096}, 4, 3),
     ("find", draw_triton._find, DRAW, {"B": 4096, "BC": 64}, 8, 3),
 ]

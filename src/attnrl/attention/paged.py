@@ -70,7 +70,7 @@ class PagedDecode:
             self.scratch,
             scale=scaling,
             window=window,
-            tile=(64, 4, 3) if q_RHD.dtype != torch.float32 else (32, 4, 2),
+            tiles=((32, 4, 5), (128, 4, 3)) if q_RHD.dtype != torch.float32 else ((32, 4, 2), (32, 4, 2)),
         )
         return out
 

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnrl.attention.pages import PAGE
+from attnrl.attention.pages import PAGE, SHARED_QUERIES
 
 LOG2E = 1.4426950408889634
-SHARED_QUERIES = 32  # queries of an item whose pages several rows share
+Tile = tuple[int, int, int]  # keys a turn, warps, stages
 
 
 @triton.jit
@@ -174,15 +174,6 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def shared_rows(groups: int) -> int:
-    """Most rows whose shared pages one item reads, for G query heads a key/value head.
-
-    >>> shared_rows(6), shared_rows(1), shared_rows(64)
-    (5, 32, 1)
-    """
-    return max(1, SHARED_QUERIES // groups)
-
-
 def decode(
     q_RHD: Tensor,
     keys: Tensor,
@@ -196,11 +187,11 @@ def decode(
     *,
     scale: float,
     window: int | None,
-    tile: tuple[int, int, int] = (64, 4, 3),
+    tiles: tuple[Tile, Tile] = ((32, 4, 5), (128, 4, 3)),
 ) -> Tensor:
     """Attention of one query a row over its pages: [R, H * E]. Without `splits_R` every row is one item.
 
-    `scratch` holds the pieces, [R, S, H, E] and [R, S, H] in float32. `tile`: keys a turn, warps, stages.
+    `scratch` holds the pieces, [R, S, H, E] and [R, S, H] in float32. `tiles`: of single and of shared items.
     """
     rows, heads, dim = q_RHD.shape
     kv_heads, value_dim = keys.shape[1], values.shape[3]
@@ -211,13 +202,14 @@ def decode(
     splits = 1 if scratch is None else part.shape[1]
     wide, wide_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
     queries = max(16, triton.next_power_of_2(groups))
-    for items, tall in ((single_I5, queries), (shared_I5, max(queries, SHARED_QUERIES))):
+    tall = max(queries, SHARED_QUERIES)
+    for items, high, tile in ((single_I5, queries, tiles[0]), (shared_I5, tall, tiles[1])):
         if items is None:
             continue
         _decode[(items.shape[0], kv_heads)](
             q_RHD, keys, values, table_RM, lengths_R, items, out_RW, part, lse, scale * LOG2E, q_RHD.stride(0),
             out_RW.stride(0), table_RM.stride(0), window or 0, splits, heads, kv_heads, groups, dim, value_dim, wide,
-            wide_value, tall, tile[0], PAGE, direct, window is not None, _precision(q_RHD.dtype),
+            wide_value, high, tile[0], PAGE, direct, window is not None, _precision(q_RHD.dtype),
             num_warps=tile[1], num_stages=tile[2],
         )  # fmt: skip
     if splits_R is not None:
@@ -237,7 +229,7 @@ def paths(
     *,
     scale: float,
     window: int | None,
-    tile: tuple[int, int, int] = (64, 8, 3),
+    tile: Tile = (64, 4, 3),
 ) -> Tensor:
     """Causal attention of packed queries along their paths of pages: [T, H * E].
 

@@ -130,6 +130,16 @@ class Items:
 
 ENDLESS = 1 << 30  # the end of a row's last item: it grows with the row
 MIN_SHARED = 8  # pages that rows must have in common to be read together
+SHARED_QUERIES = 32  # queries of an item whose pages several rows share
+
+
+def shared_rows(groups: int) -> int:
+    """Most rows whose shared pages one item reads, for G query heads a key/value head.
+
+    >>> shared_rows(6), shared_rows(1), shared_rows(64)
+    (5, 32, 1)
+    """
+    return max(1, SHARED_QUERIES // groups)
 
 
 def common_pages(table_RM: Pages, pages_R: Ints) -> Ints:

@@ -32,11 +32,12 @@ from attnrl.attention.pages import (
     cut,
     groups_of,
     pages_for,
+    shared_rows,
     slots_of,
 )
 from attnrl.local.cache import attending, sampling_mode
 from attnrl.local.draw import draw, uniforms
-from attnrl.local.fused import FusedDecoder, agrees, fuse
+from attnrl.local.fused import FusedDecoder, Recorded, agrees, fuse
 from attnrl.local.graphs import Graphs
 from attnrl.local.prefill import PrefillPlan, lexicographic, plan_prefill, shared_prefix
 from attnrl.local.rows import RowTable
@@ -44,7 +45,7 @@ from attnrl.local.stats import SamplerStats, length_bucket, row_bucket
 from attnrl.types import Ids, Request, Sampling, as_ids
 
 PROGRAMS = 528  # pieces of attention that keep all multiprocessors of a large GPU busy, a few each
-MIN_CHUNK = 128  # tokens of the shortest piece
+MIN_CHUNK = 256  # tokens of the shortest piece
 REPLAN = 8  # looks after which the pieces are cut anew, since rows have grown
 
 
@@ -102,7 +103,9 @@ class PagedBatch:
         self._last_position = 1 << 40 if most is None else most - 1  # a finished row runs on until the next look
         self._requests: Sequence[Request] = ()
         self._carry: _Carry | None = None
-        self._pages: list[Pages] = []
+        self._pages_RM = np.zeros((0, 0), np.int32)  # the pages of each running row, and how many it holds
+        self._held_R = np.zeros(0, np.int64)
+        self._spared = 0  # tokens that rows need not hold, since their neighbour does
         self.pool: PagePool | None = None
         self._graphs = Graphs(model, self.device, enabled=cuda_graphs)
         self._fused: FusedDecoder | None = None
@@ -118,26 +121,26 @@ class PagedBatch:
         """Starts a call: all requests wait."""
         self.stats, self._requests = stats, requests
         self._graphs.weights_may_have_moved()
-        if self._fused is not None:
-            self._fused.refresh()
         wanted = row_bucket(len(requests), self.rows)
         sizes = sorted((len(r.context) + r.max_tokens + self.check_every for r in requests), reverse=True)
         self._allocate(wanted, sizes)
+        if self._fused is not None:
+            self._fused.refresh()
         stats.rows, stats.fused, stats.cuda_graph = wanted, self._fused is not None, self._graphs.enabled
         self.table = RowTable(requests, wanted)
-        self._pages = []
         self.waiting = lexicographic([as_ids(r.context) for r in requests])
 
     def close(self) -> None:
         """Ends a call, whole or broken off."""
         if self.pool is not None:
-            for pages in self._pages:
-                self.pool.drop(pages)
+            for row in range(self.table.count):
+                self.pool.drop(self._row_pages(row))
             self._forget_carry()
             self.stats.cache_peak_bytes = self.pool.peak * self.pool.page_bytes
             if self.pool.used:  # the call was broken off while pages were on their way to a row
                 self.release()
-        self._pages, self._requests = [], ()
+        self._requests = ()
+        self._held_R[:] = 0
         self.stats.cuda_graph = self._graphs.enabled
         self.stats.cuda_graphs_captured = self._graphs.take_captured()
 
@@ -146,6 +149,8 @@ class PagedBatch:
         self._graphs.clear()
         self._scratch.clear()
         self.pool = None
+        if self._fused is not None:
+            self._fused.release()
 
     def _allocate(self, rows: int, sizes: list[int]) -> None:
         """A pool for what the rows can need at most, within the budget, and the device's state for so many rows."""
@@ -172,6 +177,7 @@ class PagedBatch:
 
     def _make_state(self, rows: int, columns: int) -> None:
         device, check = self.device, self.check_every
+        self._pages_RM, self._held_R = np.zeros((rows, columns), np.int32), np.zeros(rows, np.int64)
         self._table_RM = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         self._tokens_R, self._lengths_R = torch.zeros(2, rows, dtype=torch.int64, device=device)
         self._uniform_RC, self._logprobs_RC = torch.zeros(2, rows, check, dtype=torch.float32, device=device)
@@ -217,12 +223,13 @@ class PagedBatch:
         ended = table.record(chosen, before, ids_N[:, None], logprobs_N[:, None], self._stops_V)
         goes_on = np.flatnonzero(~ended)
         lengths = np.array([len(context) for context in contexts[:taken]], np.int64)
-        table.append(chosen[goes_on], ids_N[goes_on], lengths[goes_on])
+        places = iter(table.append(chosen[goes_on], ids_N[goes_on], lengths[goes_on]))
         for i in range(taken):
             if ended[i]:
                 self._held().drop(pages[i])
             else:
-                self._pages.append(pages[i])
+                row, count = next(places), len(pages[i])
+                self._pages_RM[row, :count], self._held_R[row] = pages[i], count
         self._look = 0
         self.stats.prefills += bool(len(plan.tokens))
         self.stats.prefilled_tokens += len(plan.tokens)
@@ -341,9 +348,9 @@ class PagedBatch:
         self.stats.row_steps += steps * self._shape.rows
         if ended.any():
             for row in np.flatnonzero(ended):
-                self._held().drop(self._pages[row])
+                self._held().drop(self._row_pages(row))
             kept = np.flatnonzero(~ended)
-            self._pages = [self._pages[row] for row in kept]
+            self._pages_RM[: len(kept)], self._held_R[: len(kept)] = self._pages_RM[kept], self._held_R[kept]
             table.keep(kept)
             self._look = 0
         return drawn_by_ended + steps * int((~ended).sum())
@@ -352,36 +359,32 @@ class PagedBatch:
         """Gives every row the pages of its coming tokens; puts the last rows back where there are too few."""
         table, pool = self.table, self._held()
         while True:
-            held = np.array([len(pages) for pages in self._pages], np.int64)
-            missing = -(-(table.length[: table.count] + steps) // PAGE) - held
-            if int(missing.clip(0).sum()) <= pool.free:
+            missing_R = -(-(table.length[: table.count] + steps) // PAGE) - self._held_R[: table.count]
+            missing_R = missing_R.clip(0)
+            if int(missing_R.sum()) <= pool.free:
                 break
             if self._carry is not None:
                 self._forget_carry()
                 continue
-            assert table.count > 1, "the pool holds the longest request"
-            self.waiting.append(table.put_back(table.count - 1))
-            pool.drop(self._pages.pop())
-            self.stats.put_back += 1
-            self._look = 0
-            contexts = [table.so_far(i, as_ids(self._requests[i].context)) for i in self.waiting]
-            self.waiting = [self.waiting[i] for i in lexicographic(contexts)]
-        for row in np.flatnonzero(missing > 0):
-            self._pages[row] = np.concatenate([self._pages[row], pool.take(int(missing[row]))])
-        if pool.used == pool.peak:
-            self.stats.cache_live_bytes = self._live_tokens() * pool.page_bytes // PAGE
+            self._put_back_last()
+        for row in np.flatnonzero(missing_R):
+            held, more = self._held_R[row], missing_R[row]
+            self._pages_RM[row, held : held + more] = pool.take(int(more))
+            self._held_R[row] += more
 
-    def _live_tokens(self) -> int:
-        """Different tokens that the running rows hold."""
-        shared = common_pages(*self._padded_pages())
-        return int(self.table.length[: self.table.count].sum()) - PAGE * int(shared.sum())
+    def _put_back_last(self) -> None:
+        """The row admitted last waits again, with what it has drawn."""
+        table = self.table
+        assert table.count > 1, "the pool holds the longest request"
+        self._held().drop(self._row_pages(table.count - 1))
+        self.waiting.append(table.put_back(table.count - 1))
+        contexts = [table.so_far(i, as_ids(self._requests[i].context)) for i in self.waiting]
+        self.waiting = [self.waiting[i] for i in lexicographic(contexts)]
+        self.stats.put_back += 1
+        self._look = 0
 
-    def _padded_pages(self) -> tuple[Pages, Ints]:
-        held = np.array([len(pages) for pages in self._pages], np.int64)
-        table_RM = np.zeros((len(held), int(held.max(initial=1))), np.int32)
-        for row, pages in zip(table_RM, self._pages, strict=True):
-            row[: len(pages)] = pages
-        return table_RM, held
+    def _row_pages(self, row: int) -> Pages:
+        return self._pages_RM[row, : self._held_R[row]]
 
     def _run(self, steps: int, sampling: Sampling) -> tuple[Ints, NDArray[np.float32]]:
         """Advances all rows by `steps` tokens; returns ids and log-probs [running, steps] of the running ones."""
@@ -399,9 +402,8 @@ class PagedBatch:
         running = table.count
         active = slice(0, running)
         rows = row_bucket(running, self.stats.rows)
-        pages_RM, _ = self._padded_pages()
-        columns = pages_RM.shape[1]
-        self._table_RM[:running, :columns] = torch.from_numpy(pages_RM).to(device)
+        columns = int(self._held_R[:running].max())
+        self._table_RM[:running, :columns] = torch.from_numpy(self._pages_RM[:running, :columns]).to(device)
         self._table_RM[running:rows] = 0
         state = np.stack([table.token[active], table.length[active], table.streams[table.request[active]],
                           table.drawn[active]])  # fmt: skip
@@ -414,18 +416,21 @@ class PagedBatch:
         if self._look % REPLAN == 0 or rows != self._shape.rows:
             self._plan_items(rows)
         self._look += 1
+        pool = self._held()
+        if pool.used == pool.peak:
+            alive = int(table.length[:running].sum()) - self._spared
+            self.stats.cache_live_bytes = alive * pool.page_bytes // PAGE
 
     def _plan_items(self, rows: int) -> None:
         """Cuts the attention of the coming steps into pieces of about equal size."""
+        lengths = self.table.length[: self.table.count] + 1
+        held = self._held_R[: len(lengths)]
+        common = common_pages(self._pages_RM[: len(lengths), : int(held.max())], held)
+        self._spared = PAGE * int(common.sum())
         if not has_kernels(self.device):
             self._shape = Shape(rows, 0, 0, 1)
             return
-        from attnrl.attention.paged_triton import shared_rows
-
-        lengths = self.table.length[: self.table.count] + 1
-        table_RM, held = self._padded_pages()
-        most = shared_rows(self._group_size())
-        groups = groups_of(common_pages(table_RM, held), len(lengths), most)
+        groups = groups_of(common, len(lengths), shared_rows(self._group_size()))
         spared = sum((count - 1) * shared * PAGE for _, count, shared in groups)
         work = (int(lengths.sum()) - spared) * self._kv_heads
         chunk = max(MIN_CHUNK, -(-work // (PROGRAMS * 64)) * 64)
@@ -482,9 +487,7 @@ class PagedBatch:
 
     # The model
 
-    def _logits(
-        self, tokens_T: Tensor, positions_T: Tensor, plan: PagedDecode | PagedPrefill, ends: Tensor | None
-    ) -> Tensor:
+    def _logits(self, tokens_T: Tensor, positions_T: Tensor, plan: Any, ends: Tensor | None) -> Tensor:
         """Next-token logits after the packed tokens `ends` of a prefill, or after every row's token."""
         if self._fused is not None:
             hidden_TW = self._fused.hidden(tokens_T, positions_T, plan)
@@ -517,9 +520,7 @@ class PagedBatch:
         if plain and has_kernels(self.device):
             from attnrl.local.draw_triton import draw_into
 
-            draw_into(
-                logits_RV, uniform_RC, column_1, tokens_R, lengths_R, ids_RC, logprobs_RC, sampling.temperature
-            )
+            draw_into(logits_RV, uniform_RC, column_1, tokens_R, lengths_R, ids_RC, logprobs_RC, sampling.temperature)
             return
         uniform_R = uniform_RC.index_select(1, column_1)[:, 0]
         ids_R, logprobs_R = draw(logits_RV, uniform_R, sampling)
@@ -542,8 +543,9 @@ class PagedBatch:
         blocks = [np.array([[0, count, 0, 0]], np.int64)]
         plan = self._prefill_attention([pages], slots_of(pages, np.arange(count)), np.zeros((2, 0), np.int64), blocks)
         with sampling_mode(self.model):
-            theirs = self._logits(tokens, positions, plan, positions)
-            self._fused = fused
+            recorded = Recorded(plan)
+            theirs = self._logits(tokens, positions, recorded, positions)
+            fused.settings, self._fused = recorded.settings, fused
             ours = self._logits(tokens, positions, plan, positions)
         self.pool = None
         return fused if agrees(ours, theirs) else None

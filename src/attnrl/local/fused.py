@@ -2,7 +2,7 @@
 
 transformers' own forward launches about forty kernels a layer, most of them for a few numbers. Decoders of this family
 (Llama, Qwen2, Qwen3, Mistral and those with the same modules) are the same eleven here. Whether a model is one of them
-is seen by its modules and then by its numbers: the first forward is compared with transformers' own. Others run as
+is seen by its modules and then by its numbers: a first forward is compared with transformers' own. Others run as
 they are.
 
 Shapes: T tokens, W width, H query heads, D head size, X all heads side by side, V vocabulary.
@@ -11,7 +11,7 @@ Shapes: T tokens, W width, H query heads, D head size, X all heads side by side,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from attnrl.attention.pages import PagePool
 from attnrl.attention.paged import has_kernels
 
-Apply = Callable[[Tensor], Tensor]
-
+COPY_SHARE = 32  # gate and up weights are copied side by side where that takes at most this part of the memory
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -40,6 +39,19 @@ class Paged(Protocol):
     def read(self, layer: int, q: Tensor, scaling: float, window: int | None) -> Tensor: ...
 
 
+class Recorded:
+    """A plan over pages that also remembers each layer's scale and window, as the model passes them."""
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+        self.settings: dict[int, tuple[float, int | None]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+        self.settings[layer] = (scaling, window)
+        out: Tensor = self.plan.attend(layer, q, k, v, scaling, window)
+        return out
+
+
 def _children(module: nn.Module) -> set[str]:
     """Names of the children that hold weights, and of the activation."""
     return {n for n, child in module.named_children() if n == "act_fn" or any(True for _ in child.parameters())}
@@ -51,21 +63,53 @@ def _is_norm(module: Any, width: int) -> bool:
     return named and weight is not None and weight.shape == (width,)
 
 
-@dataclass(slots=True)
+class _Joined:
+    """Linear modules over the same input as one product of their weights side by side.
+
+    The weights are copies that `refresh` renews; where the modules are no plain ones (adapters) or copies are not
+    wanted, each module runs by itself.
+    """
+
+    def __init__(self, parts: Sequence[Any], *, copy: bool) -> None:
+        self.parts = tuple(parts)
+        plain = all(type(part) is nn.Linear for part in parts) and len({part.bias is None for part in parts}) == 1
+        self.copy = copy and plain
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    def refresh(self) -> None:
+        """Copies the weights as they are now; a copy keeps its place in memory until `release`."""
+        if not self.copy:
+            return
+        weights = [part.weight for part in self.parts]
+        biases = [part.bias for part in self.parts if part.bias is not None]
+        if self.weight is None:
+            self.weight = torch.cat(weights)
+            self.bias = torch.cat(biases) if biases else None
+            return
+        torch.cat(weights, out=self.weight)
+        if self.bias is not None:
+            torch.cat(biases, out=self.bias)
+
+    def release(self) -> None:
+        self.weight = self.bias = None
+
+    def __call__(self, x_TW: Tensor) -> tuple[Tensor, ...]:
+        if self.weight is None:
+            return tuple(part(x_TW) for part in self.parts)
+        out = F.linear(x_TW, self.weight, self.bias)
+        return out.split([part.out_features for part in self.parts], -1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
-    """One decoder layer; `qkv` is the three projections side by side, a copy that `refresh` renews."""
+    """One decoder layer in our terms."""
 
     module: Any
     heads: int
     dim: int
-    qkv_weight: Tensor | None
-    qkv_bias: Tensor | None
-
-    def qkv(self, x_TW: Tensor) -> Tensor:
-        attention = self.module.self_attn
-        if self.qkv_weight is not None:
-            return F.linear(x_TW, self.qkv_weight, self.qkv_bias)
-        return torch.cat([attention.q_proj(x_TW), attention.k_proj(x_TW), attention.v_proj(x_TW)], -1)
+    qkv: _Joined
+    gate_up: _Joined
 
     def norms(self) -> tuple[Tensor, Tensor, float] | None:
         attention = self.module.self_attn
@@ -74,7 +118,7 @@ class _Layer:
         return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
 
 
-def _read_layer(module: Any) -> _Layer | None:
+def _read_layer(module: Any, *, copy: bool) -> _Layer | None:
     """The layer in our terms, or None where it has other modules than we compute."""
     if _children(module) != _LAYER or not _ATTENTION <= _children(module.self_attn):
         return None
@@ -88,19 +132,11 @@ def _read_layer(module: Any) -> _Layer | None:
     width = mlp.gate_proj.in_features
     if not all(_is_norm(n, width) for n in (module.input_layernorm, module.post_attention_layernorm)):
         return None
-    if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+    if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
         return None
-    layer = _Layer(module, attention.q_proj.out_features // dim, dim, None, None)
-    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-    if all(type(part) is nn.Linear for part in parts):
-        weight = parts[0].weight
-        shape = (sum(part.out_features for part in parts), width)
-        layer.qkv_weight = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-        if parts[0].bias is not None:
-            layer.qkv_bias = torch.empty(shape[0], dtype=weight.dtype, device=weight.device)
-        if any((part.bias is None) != (parts[0].bias is None) for part in parts):
-            return None
-    return layer
+    qkv = _Joined((attention.q_proj, attention.k_proj, attention.v_proj), copy=True)
+    gate_up = _Joined((mlp.gate_proj, mlp.up_proj), copy=copy)
+    return _Layer(module, attention.q_proj.out_features // dim, dim, qkv, gate_up)
 
 
 class FusedDecoder:
@@ -113,18 +149,20 @@ class FusedDecoder:
         self.model = model
         self.base = model.model
         self.layers = layers
+        self.settings: dict[int, tuple[float, int | None]] = {}  # of each layer's attention: scale, window
 
     def refresh(self) -> None:
         """Copies the projections' weights as they are now; the copies keep their place in memory."""
         with torch.no_grad():
             for layer in self.layers:
-                if layer.qkv_weight is None:
-                    continue
-                attention = layer.module.self_attn
-                parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-                torch.cat([part.weight for part in parts], out=layer.qkv_weight)
-                if layer.qkv_bias is not None:
-                    torch.cat([part.bias for part in parts], out=layer.qkv_bias)
+                layer.qkv.refresh()
+                layer.gate_up.refresh()
+
+    def release(self) -> None:
+        """Frees the copies until the next `refresh`."""
+        for layer in self.layers:
+            layer.qkv.release()
+            layer.gate_up.release()
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: Paged) -> Tensor:
         """Final hidden states [T, W], normed."""
@@ -137,17 +175,15 @@ class FusedDecoder:
             attention, mlp = layer.module.self_attn, layer.module.mlp
             norm = layer.module.input_layernorm
             x_TW, normed_TW = kernels.add_norm(x_TW, after, norm.weight, norm.variance_epsilon)
-            qkv_TX = layer.qkv(normed_TW)
+            q_TX, k_TX, v_TX = layer.qkv(normed_TW)
             keys, values = plan.pool.keys[i], plan.pool.values[i]
-            kernels.rotate_store(
-                qkv_TX, cos_TD, sin_TD, plan.slots_T, keys, values, layer.norms(), layer.heads
-            )
+            kernels.rotate_store(q_TX, k_TX, v_TX, cos_TD, sin_TD, plan.slots_T, keys, values, layer.norms())
             plan.stored(i)
-            q_THD = qkv_TX[:, : layer.heads * layer.dim].unflatten(1, (layer.heads, layer.dim))
-            seen_TX = plan.read(i, q_THD, attention.scaling, getattr(attention, "sliding_window", None))
+            q_THD = q_TX.unflatten(1, (layer.heads, layer.dim))
+            seen_TX = plan.read(i, q_THD, *self.settings[i])
             norm = layer.module.post_attention_layernorm
             x_TW, normed_TW = kernels.add_norm(x_TW, attention.o_proj(seen_TX), norm.weight, norm.variance_epsilon)
-            after = mlp.down_proj(kernels.gate(mlp.gate_proj(normed_TW), mlp.up_proj(normed_TW)))
+            after = mlp.down_proj(kernels.gate(*layer.gate_up(normed_TW)))
         norm = self.base.norm
         normed: Tensor = kernels.add_norm(x_TW, after, norm.weight, norm.variance_epsilon)[1]
         return normed
@@ -161,7 +197,9 @@ def fuse(model: Any, device: torch.device) -> FusedDecoder | None:
         return None
     if not _is_norm(base.norm, base.embed_tokens.embedding_dim):
         return None
-    layers = [_read_layer(module) for module in base.layers]
+    inner = sum(m.mlp.gate_proj.weight.nbytes * 2 for m in base.layers if hasattr(getattr(m, "mlp", None), "gate_proj"))
+    room = torch.cuda.get_device_properties(device).total_memory // COPY_SHARE if device.type == "cuda" else inner
+    layers = [_read_layer(module, copy=inner <= room) for module in base.layers]
     if any(layer is None for layer in layers):
         return None
     fused = FusedDecoder(model, [layer for layer in layers if layer is not None])

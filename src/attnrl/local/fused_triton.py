@@ -49,94 +49,100 @@ def add_norm(x_TW: Tensor, y_TW: Tensor | None, weight_W: Tensor, eps: float) ->
 
 
 @triton.jit
-def _rotate_half(x1, x2, c1, c2, s1, s2, dtype: tl.constexpr):
-    """Both halves of x * cos + rotate_half(x) * sin, each product rounded like transformers' own."""
-    a = (x1 * c1).to(dtype).to(tl.float32)
-    b = (-x2 * s1).to(dtype).to(tl.float32)
-    c = (x2 * c2).to(dtype).to(tl.float32)
-    d = (x1 * s2).to(dtype).to(tl.float32)
-    return (a + b).to(dtype), (c + d).to(dtype)
+def _rotated(
+    X, here, half, WEIGHT, i, low, eps, c1, c2, s1, s2, D: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr
+):
+    """Both halves of x * cos + rotate_half(x) * sin, x normed first if asked; rounded where transformers rounds."""
+    x1 = tl.load(X, mask=here, other=0.0).to(tl.float32)
+    x2 = tl.load(X + half, mask=here, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+        w1 = tl.load(WEIGHT + i, mask=low, other=0.0).to(tl.float32)
+        w2 = tl.load(WEIGHT + half + i, mask=low, other=0.0).to(tl.float32)
+        x1 = ((x1 * scale).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
+        x2 = ((x2 * scale).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
+    y1 = (x1 * c1).to(dtype).to(tl.float32) + (-x2 * s1).to(dtype).to(tl.float32)
+    y2 = (x2 * c2).to(dtype).to(tl.float32) + (x1 * s2).to(dtype).to(tl.float32)
+    return y1.to(dtype), y2.to(dtype)
 
 
 @triton.jit
 def _rotate_store(
-    QKV, COS, SIN, SLOTS, KEYS, VALUES, QNORM, KNORM, eps, pitch,
+    Q, KNEW, VNEW, COS, SIN, SLOTS, KEYS, VALUES, QNORM, KNORM, eps, q_pitch, k_pitch, v_pitch,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     BHALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(SLOTS + token)
-    h = tl.arange(0, BH)[:, None]
-    i = tl.arange(0, BHALF)[None, :]
     half: tl.constexpr = D // 2
+    i = tl.arange(0, BHALF)[None, :]
     low = i < half
-    base = QKV + token * pitch
-    dtype = QKV.dtype.element_ty
+    dtype = Q.dtype.element_ty
     c1 = tl.load(COS + token * D + i, mask=low, other=0.0).to(tl.float32)
     c2 = tl.load(COS + token * D + half + i, mask=low, other=0.0).to(tl.float32)
     s1 = tl.load(SIN + token * D + i, mask=low, other=0.0).to(tl.float32)
     s2 = tl.load(SIN + token * D + half + i, mask=low, other=0.0).to(tl.float32)
-    # Queries and keys lie side by side: H + K heads to rotate.
-    here = (h < H + K) & low
-    x1 = tl.load(base + h * D + i, mask=here, other=0.0).to(tl.float32)
-    x2 = tl.load(base + h * D + half + i, mask=here, other=0.0).to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
-        w1 = tl.where(h < H, tl.load(QNORM + i, mask=low, other=0.0), tl.load(KNORM + i, mask=low, other=0.0))
-        w2 = tl.load(QNORM + half + i, mask=low, other=0.0)
-        w2 = tl.where(h < H, w2, tl.load(KNORM + half + i, mask=low, other=0.0)).to(tl.float32)
-        w1 = w1.to(tl.float32)
-        x1 = ((x1 * scale).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
-        x2 = ((x2 * scale).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
-    y1, y2 = _rotate_half(x1, x2, c1, c2, s1, s2, dtype)
-    tl.store(base + h * D + i, y1, mask=here & (h < H))
-    tl.store(base + h * D + half + i, y2, mask=here & (h < H))
-    page, place = slot // PAGE, slot % PAGE
-    key = ((page * K + h - H) * PAGE + place) * D + i
-    tl.store(KEYS + key, y1, mask=here & (h >= H))
-    tl.store(KEYS + key + half, y2, mask=here & (h >= H))
+
+    h = tl.arange(0, BH)[:, None]
+    here = (h < H) & low
+    q = Q + token * q_pitch + h * D + i
+    y1, y2 = _rotated(q, here, half, QNORM, i, low, eps, c1, c2, s1, s2, D, NORM, dtype)
+    tl.store(q, y1, mask=here)
+    tl.store(q + half, y2, mask=here)
+
     kv = tl.arange(0, BK)[:, None]
+    there = (kv < K) & low
+    k = KNEW + token * k_pitch + kv * D + i
+    y1, y2 = _rotated(k, there, half, KNORM, i, low, eps, c1, c2, s1, s2, D, NORM, dtype)
+    place = (slot // PAGE * K + kv) * PAGE + slot % PAGE
+    tl.store(KEYS + place * D + i, y1, mask=there)
+    tl.store(KEYS + place * D + half + i, y2, mask=there)
+
     d = tl.arange(0, BD)[None, :]
-    there = (kv < K) & (d < D)
-    v = tl.load(base + (H + K + kv) * D + d, mask=there, other=0.0)
-    tl.store(VALUES + ((page * K + kv) * PAGE + place) * D + d, v, mask=there)
+    v = tl.load(VNEW + token * v_pitch + kv * D + d, mask=(kv < K) & (d < D), other=0.0)
+    tl.store(VALUES + place * D + d, v, mask=(kv < K) & (d < D))
 
 
 def rotate_store(
-    qkv_TX: Tensor,
+    q_TX: Tensor,
+    k_TX: Tensor,
+    v_TX: Tensor,
     cos_TD: Tensor,
     sin_TD: Tensor,
     slots_T: Tensor,
     keys: Tensor,
     values: Tensor,
     norms: tuple[Tensor, Tensor, float] | None,
-    heads: int,
 ) -> None:
     """Rotates queries in place, stores rotated keys and the values in their slots; `norms` come before the rotation."""
     kv_heads, dim = keys.shape[1], keys.shape[3]
-    q_norm, k_norm, eps = (qkv_TX, qkv_TX, 0.0) if norms is None else norms
-    _rotate_store[(qkv_TX.shape[0],)](
-        qkv_TX, cos_TD, sin_TD, slots_T, keys, values, q_norm, k_norm, eps, qkv_TX.stride(0), heads, kv_heads, dim,
-        triton.next_power_of_2(heads + kv_heads), triton.next_power_of_2(kv_heads), triton.next_power_of_2(dim),
-        triton.next_power_of_2(dim // 2), PAGE, norms is not None, num_warps=4,
+    heads = q_TX.shape[1] // dim
+    q_norm, k_norm, eps = (q_TX, q_TX, 0.0) if norms is None else norms
+    _rotate_store[(q_TX.shape[0],)](
+        q_TX, k_TX, v_TX, cos_TD, sin_TD, slots_T, keys, values, q_norm, k_norm, eps, q_TX.stride(0), k_TX.stride(0),
+        v_TX.stride(0), heads, kv_heads, dim, triton.next_power_of_2(heads), triton.next_power_of_2(kv_heads),
+        triton.next_power_of_2(dim), triton.next_power_of_2(dim // 2), PAGE, norms is not None, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
-def _gate(GATE, UP, OUT, count, B: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    here = at < count
-    gate = tl.load(GATE + at, mask=here, other=0.0)
-    up = tl.load(UP + at, mask=here, other=0.0).to(tl.float32)
+def _gate(GATE, UP, OUT, F, gate_pitch, up_pitch, B: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * B + tl.arange(0, B)
+    here = f < F
+    gate = tl.load(GATE + row * gate_pitch + f, mask=here, other=0.0)
+    up = tl.load(UP + row * up_pitch + f, mask=here, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
     active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(OUT + at, (active * up).to(gate.dtype), mask=here)
+    tl.store(OUT + row * F + f, (active * up).to(gate.dtype), mask=here)
 
 
 def gate(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     """silu(gate) * up."""
-    out_TF = torch.empty_like(gate_TF)
-    count = gate_TF.numel()
-    block = 1024
-    _gate[(triton.cdiv(count, block),)](gate_TF, up_TF, out_TF, count, block, num_warps=4)
+    tokens, width = gate_TF.shape
+    out_TF = torch.empty(tokens, width, dtype=gate_TF.dtype, device=gate_TF.device)
+    block = min(2048, triton.next_power_of_2(width))
+    _gate[(tokens, triton.cdiv(width, block))](
+        gate_TF, up_TF, out_TF, width, gate_TF.stride(0), up_TF.stride(0), block, num_warps=4
+    )
     return out_TF

@@ -52,9 +52,7 @@ class Graphs:
             self._graphs[key] = graph
         graph.replay()
 
-    def _capture(
-        self, key: Any, body: Callable[[Any], None], state: Sequence[Tensor]
-    ) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, key: Any, body: Callable[[Any], None], state: Sequence[Tensor]) -> torch.cuda.CUDAGraph | None:
         """The step as a graph, or None, said once, where the model does something a graph cannot hold.
 
         The warm-up steps advance the state, so it is put back; what they wrote to the cache lies past every row's
