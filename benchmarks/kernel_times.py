@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,11 @@ def _pool(pages: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 TILES = ((64, 4, 3), (64, 4, 5), (64, 4, 1), (64, 2, 3), (32, 4, 5), (32, 2, 3), (128, 4, 3), (128, 4, 1), (128, 8, 3))
 
 
+def _decode_all(pools: Any, q: Any, table: Any, lengths: Any, items: Any, tiles: Any) -> None:
+    for keys, values in pools:
+        paged_triton.decode(q, keys, values, table, lengths, *items, scale=0.09, window=None, tiles=tiles)
+
+
 def decode_times(tiny: bool, device: str) -> list[dict[str, Any]]:
     """Rows of one length, pages in random order, several layers' caches in turn so that the L2 holds none of them.
 
@@ -56,24 +62,10 @@ def decode_times(tiny: bool, device: str) -> list[dict[str, Any]]:
             part = torch.empty(rows, most, HEADS, DIM, device=device)
             scratch = (part, torch.empty_like(part[..., 0]))
             for tile in TILES[: 1 if tiny else None]:
-
-                def run(tile: Any = tile, items: Any = (single, both), splits: Any = splits, s: Any = scratch) -> None:
-                    for keys, values in pools:
-                        paged_triton.decode(
-                            q,
-                            keys,
-                            values,
-                            table,
-                            lengths,
-                            *items,
-                            splits,
-                            s,
-                            scale=0.09,
-                            window=None,
-                            tiles=(tile, tile),
-                        )
-
-                ms = timed(run, device) / len(pools)
+                call = functools.partial(
+                    _decode_all, pools, q, table, lengths, (single, both, splits, scratch), (tile, tile)
+                )
+                ms = timed(call, device) / len(pools)
                 tokens = rows * length - sum((n - 1) * pages * PAGE for _, n, pages in groups)
                 gbs = 4 * tokens * KV_HEADS * DIM / ms / 1e6
                 out.append({"rows": rows, "length": length, "chunk": chunk, "tile": tile, "us": 1e3 * ms, "GB_s": gbs})

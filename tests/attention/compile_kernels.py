@@ -17,7 +17,28 @@ POOL = {"Q": BF16, "KEYS": BF16, "VALUES": BF16, "TABLE": INT32, "LENGTHS": INT6
 POOL |= {"PART": FLOAT, "LSE": FLOAT, "BLOCKS": INT32, "SPLITS": INT32, "scale2": "fp32"}
 HEADS = {"H": 12, "K": 2, "G": 6, "D": 128, "E": 128, "BD": 128, "BE": 128, "PAGE": 32, "WINDOW": False}
 HEADS |= {"PRECISION": "tf32"}
-LAYER = {name: BF16 for name in "X Y WEIGHT SUM NORMED Q KNEW VNEW COS SIN KEYS VALUES QNORM KNORM GATE UP OUT".split()}
+LAYER = dict.fromkeys(
+    (
+        "X",
+        "Y",
+        "WEIGHT",
+        "SUM",
+        "NORMED",
+        "Q",
+        "KNEW",
+        "VNEW",
+        "COS",
+        "SIN",
+        "KEYS",
+        "VALUES",
+        "QNORM",
+        "KNORM",
+        "GATE",
+        "UP",
+        "OUT",
+    ),
+    BF16,
+)
 LAYER |= {"SLOTS": INT64, "eps": "fp32"}
 DRAW = {"LOGITS": BF16, "TOPS": FLOAT, "SUMS": FLOAT, "UNIFORM": FLOAT, "LOGPROBS": FLOAT, "inverse": "fp32"}
 DRAW |= {"COLUMN": INT64, "TOKENS": INT64, "LENGTHS": INT64, "IDS": INT64}

@@ -194,11 +194,11 @@ def cut(groups: list[tuple[int, int, int]], lengths_R: Ints, chunk: int) -> Item
         for row in range(first, first + rows):
             length, split = int(lengths_R[row]), len(starts)
             count = max(1, (length - own) // chunk)
-            each = -(-(-(-(length - own) // count)) // PAGE) * PAGE
+            each = pages_for(-(-(length - own) // count)) * PAGE
             for start in range(own, max(length, own + 1), each):
                 end = start + each
                 single.append((row, 1, start, end if end < length else ENDLESS, split))
                 split += 1
             splits_R[row] = split
-    as_table = (np.array(items, np.int32).reshape(-1, 5) for items in (single, shared_items))
-    return Items(*as_table, splits_R)
+    single_I5, shared_I5 = (np.array(items, np.int32).reshape(-1, 5) for items in (single, shared_items))
+    return Items(single_I5, shared_I5, splits_R)

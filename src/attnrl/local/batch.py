@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnrl.attention.paged import QUERY_BLOCK, PagedDecode, PagedPrefill, has_kernels
+from attnrl.attention.paged import PagedDecode, has_kernels
 from attnrl.attention.pages import (
     PAGE,
     Ints,
@@ -33,15 +33,14 @@ from attnrl.attention.pages import (
     groups_of,
     pages_for,
     shared_rows,
-    slots_of,
 )
-from attnrl.local.cache import attending, sampling_mode
-from attnrl.local.draw import draw, uniforms
-from attnrl.local.fused import FusedDecoder, Recorded, agrees, fuse
+from attnrl.local.draw import uniforms
+from attnrl.local.forward import Forward, draw_column
 from attnrl.local.graphs import Graphs
+from attnrl.local.layout import lay_out
 from attnrl.local.prefill import PrefillPlan, lexicographic, plan_prefill, shared_prefix
 from attnrl.local.rows import RowTable
-from attnrl.local.stats import SamplerStats, length_bucket, row_bucket
+from attnrl.local.stats import SamplerStats, length_bucket, step_rows
 from attnrl.types import Ids, Request, Sampling, as_ids
 
 PROGRAMS = 528  # pieces of attention that keep all multiprocessors of a large GPU busy, a few each
@@ -108,12 +107,11 @@ class PagedBatch:
         self._spared = 0  # tokens that rows need not hold, since their neighbour does
         self.pool: PagePool | None = None
         self._graphs = Graphs(model, self.device, enabled=cuda_graphs)
-        self._fused: FusedDecoder | None = None
+        self._forward = Forward(model, layers, dtype)
         self._look = 0
         self._shape = Shape(0, 0, 0, 1)
         self._scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._make_state(0, 0)
-        self._fused = self._fused_forward()
 
     # A call
 
@@ -121,12 +119,11 @@ class PagedBatch:
         """Starts a call: all requests wait."""
         self.stats, self._requests = stats, requests
         self._graphs.weights_may_have_moved()
-        wanted = row_bucket(len(requests), self.rows)
+        wanted = min(len(requests), self.rows)
         sizes = sorted((len(r.context) + r.max_tokens + self.check_every for r in requests), reverse=True)
         self._allocate(wanted, sizes)
-        if self._fused is not None:
-            self._fused.refresh()
-        stats.rows, stats.fused, stats.cuda_graph = wanted, self._fused is not None, self._graphs.enabled
+        self._forward.refresh()
+        stats.rows, stats.fused, stats.cuda_graph = wanted, self._forward.fused is not None, self._graphs.enabled
         self.table = RowTable(requests, wanted)
         self.waiting = lexicographic([as_ids(r.context) for r in requests])
 
@@ -149,14 +146,13 @@ class PagedBatch:
         self._graphs.clear()
         self._scratch.clear()
         self.pool = None
-        if self._fused is not None:
-            self._fused.release()
+        self._forward.release()
 
     def _allocate(self, rows: int, sizes: list[int]) -> None:
         """A pool for what the rows can need at most, within the budget, and the device's state for so many rows."""
         longest = pages_for(sizes[0])
         per_page = PAGE * bytes_per_token(self._layers, self._dtype)
-        need = sum(map(pages_for, sizes[:rows])) + longest + 2
+        need = sum(map(pages_for, sizes[:rows])) + rows + longest + 2  # `_fitting` asks for a page to grow
         pool = self.pool
         budget = self._cache_bytes
         if budget is None and self.device.type == "cuda":
@@ -171,9 +167,9 @@ class PagedBatch:
         pool.peak = 0
         self.stats.cache_bytes = pool.pages * pool.page_bytes
         columns = max(pages_for(length_bucket(sizes[0])), pages_for(self.check_every) + 1)
-        if self._table_RM.shape[0] < rows or self._table_RM.shape[1] < columns:
+        if self._table_RM.shape[0] < step_rows(rows) or self._table_RM.shape[1] < columns:
             self._graphs.clear()
-            self._make_state(rows, columns)
+            self._make_state(step_rows(rows), columns)
 
     def _make_state(self, rows: int, columns: int) -> None:
         device, check = self.device, self.check_every
@@ -256,11 +252,12 @@ class PagedBatch:
     def _forward_contexts(self, contexts: list[Ids], plan: PrefillPlan) -> tuple[list[Pages], Tensor]:
         """Each context's pages, filled, and its next-token logits [N, V]. The last one becomes the carry."""
         carry = self._carry
-        pages, attention = self._lay_out(contexts, plan)
+        before = None if carry is None else (carry.context, carry.pages)
+        pages, attention = lay_out(self._held(), before, contexts, plan)
         if len(plan.tokens):
             tokens, positions = (torch.from_numpy(a).to(self.device) for a in (plan.tokens, plan.positions))
             ends = torch.tensor(plan.ends, device=self.device)
-            fresh_NV = self._logits(tokens, positions, attention, ends)
+            fresh_NV = self._forward.logits(tokens, positions, attention, ends)
             first = torch.zeros_like(fresh_NV[:1]) if carry is None else carry.logits_V[None]
             logits_NV = torch.cat([first, fresh_NV])
         else:
@@ -273,48 +270,6 @@ class PagedBatch:
         self._carry = _Carry(contexts[-1], kept, logits_NV[plan.logits[-1]].clone())
         return pages, logits_NV[torch.tensor(plan.logits, device=self.device)]
 
-    def _lay_out(self, contexts: list[Ids], plan: PrefillPlan) -> tuple[list[Pages], PagedPrefill]:
-        """Pages for each context, whole shared ones held in common, and the attention that fills them."""
-        pool, carry = self._held(), self._carry
-        before = np.zeros(0, np.int32) if carry is None else carry.pages
-        offset = 0 if carry is None else len(carry.context)
-        slots_P = np.zeros(offset + len(plan.tokens), np.int64)  # where each carried and packed token lies first
-        slots_P[:offset] = slots_of(before, np.arange(offset))
-        pages: list[Pages] = []
-        copied: list[Ints] = []
-        blocks: list[Ints] = []
-        for i, (context, path, shared) in enumerate(zip(contexts, plan.paths, plan.shared, strict=True)):
-            whole = shared // PAGE
-            mine = np.concatenate([pool.share(before[:whole]), pool.take(pages_for(len(context)) - whole)])
-            positions = np.arange(whole * PAGE, len(context))
-            places = slots_of(mine, positions)
-            again = shared - whole * PAGE  # tokens of a page that only begins alike
-            copied.append(np.stack([slots_P[path[positions[:again]]], places[:again]]))
-            slots_P[path[positions[again:]]] = places[again:]
-            starts = np.arange(shared, len(context), QUERY_BLOCK)
-            if len(starts):
-                counts = np.minimum(QUERY_BLOCK, len(context) - starts)
-                first = path[shared] - offset
-                blocks.append(np.stack([first + starts - shared, counts, starts, np.full(len(starts), i)], 1))
-            pages.append(mine)
-            before = mine
-        return pages, self._prefill_attention(pages, slots_P[offset:], np.concatenate(copied, 1), blocks)
-
-    def _prefill_attention(
-        self, pages: list[Pages], slots_T: Ints, copied_2X: Ints, blocks: list[Ints]
-    ) -> PagedPrefill:
-        table_NM = np.zeros((len(pages), max(map(len, pages))), np.int32)
-        for row, held in zip(table_NM, pages, strict=True):
-            row[: len(held)] = held
-        blocks_B4 = np.concatenate(blocks or [np.zeros((0, 4), np.int64)]).astype(np.int32)
-        blocks_B4 = blocks_B4[np.argsort(-blocks_B4[:, 2], kind="stable")]  # the longest first
-        slots, table, block = (torch.from_numpy(a).to(self.device) for a in (slots_T, table_NM, blocks_B4))
-        copies = None
-        if copied_2X.shape[1]:
-            source, target = torch.from_numpy(copied_2X).to(self.device)
-            copies = (source, target)
-        return PagedPrefill(self._held(), slots, copies, table, block)
-
     def _first_draw(
         self, logits_NV: Tensor, streams: Ints, index: Ints, sampling: Sampling
     ) -> tuple[Ints, NDArray[np.float32]]:
@@ -324,7 +279,7 @@ class PagedBatch:
         tokens, lengths, ids = torch.zeros(3, count, 1, dtype=torch.int64, device=device)
         logprobs = torch.zeros(count, 1, device=device)
         column = torch.zeros(1, dtype=torch.int64, device=device)
-        self._draw(logits_NV, uniform[:, None], column, tokens[:, 0], lengths[:, 0], ids, logprobs, sampling)
+        draw_column(logits_NV, uniform[:, None], column, tokens[:, 0], lengths[:, 0], ids, logprobs, sampling)
         return ids[:, 0].cpu().numpy(), logprobs[:, 0].cpu().numpy()
 
     # Drawing
@@ -347,7 +302,7 @@ class PagedBatch:
         self.stats.steps += steps
         self.stats.row_steps += steps * self._shape.rows
         if ended.any():
-            for row in np.flatnonzero(ended):
+            for row in np.flatnonzero(ended).tolist():
                 self._held().drop(self._row_pages(row))
             kept = np.flatnonzero(~ended)
             self._pages_RM[: len(kept)], self._held_R[: len(kept)] = self._pages_RM[kept], self._held_R[kept]
@@ -367,10 +322,10 @@ class PagedBatch:
                 self._forget_carry()
                 continue
             self._put_back_last()
-        for row in np.flatnonzero(missing_R):
-            held, more = self._held_R[row], missing_R[row]
-            self._pages_RM[row, held : held + more] = pool.take(int(more))
-            self._held_R[row] += more
+        row = np.repeat(np.arange(table.count), missing_R)
+        behind = np.arange(len(row)) - np.repeat(np.cumsum(missing_R) - missing_R, missing_R)
+        self._pages_RM[row, self._held_R[row] + behind] = pool.take(len(row))
+        self._held_R[: table.count] += missing_R
 
     def _put_back_last(self) -> None:
         """The row admitted last waits again, with what it has drawn."""
@@ -401,7 +356,7 @@ class PagedBatch:
         table, device = self.table, self.device
         running = table.count
         active = slice(0, running)
-        rows = row_bucket(running, self.stats.rows)
+        rows = step_rows(running)
         columns = int(self._held_R[:running].max())
         self._table_RM[:running, :columns] = torch.from_numpy(self._pages_RM[:running, :columns]).to(device)
         self._table_RM[running:rows] = 0
@@ -480,75 +435,10 @@ class PagedBatch:
         shape, sampling = key
         rows = shape.rows
         tokens_R, lengths_R = self._tokens_R[:rows], self._lengths_R[:rows]
-        logits_RV = self._logits(tokens_R, lengths_R.clamp(max=self._last_position), self._attention(), None)
+        logits_RV = self._forward.logits(tokens_R, lengths_R.clamp(max=self._last_position), self._attention(), None)
         outputs = self._ids_RC[:rows], self._logprobs_RC[:rows]
-        self._draw(logits_RV, self._uniform_RC[:rows], self._column_1, tokens_R, lengths_R, *outputs, sampling)
+        draw_column(logits_RV, self._uniform_RC[:rows], self._column_1, tokens_R, lengths_R, *outputs, sampling)
         self._column_1.add_(1)
-
-    # The model
-
-    def _logits(self, tokens_T: Tensor, positions_T: Tensor, plan: Any, ends: Tensor | None) -> Tensor:
-        """Next-token logits after the packed tokens `ends` of a prefill, or after every row's token."""
-        if self._fused is not None:
-            hidden_TW = self._fused.hidden(tokens_T, positions_T, plan)
-            logits: Tensor = self.model.get_output_embeddings()(hidden_TW if ends is None else hidden_TW[ends])
-            return logits
-        with attending(plan):
-            if ends is None:
-                logits = self.model(
-                    input_ids=tokens_T[:, None], position_ids=positions_T[:, None], use_cache=False
-                ).logits
-                return logits[:, -1]
-            logits = self.model(
-                input_ids=tokens_T[None], position_ids=positions_T[None], logits_to_keep=ends, use_cache=False
-            ).logits
-            return logits[0]
-
-    def _draw(
-        self,
-        logits_RV: Tensor,
-        uniform_RC: Tensor,
-        column_1: Tensor,
-        tokens_R: Tensor,
-        lengths_R: Tensor,
-        ids_RC: Tensor,
-        logprobs_RC: Tensor,
-        sampling: Sampling,
-    ) -> None:
-        """Draws a token a row at the column's uniform number; sets token, length, and the column of the outputs."""
-        plain = sampling.temperature > 0 and sampling.top_p == 1 and not sampling.top_k
-        if plain and has_kernels(self.device):
-            from attnrl.local.draw_triton import draw_into
-
-            draw_into(logits_RV, uniform_RC, column_1, tokens_R, lengths_R, ids_RC, logprobs_RC, sampling.temperature)
-            return
-        uniform_R = uniform_RC.index_select(1, column_1)[:, 0]
-        ids_R, logprobs_R = draw(logits_RV, uniform_R, sampling)
-        ids_RC.index_copy_(1, column_1, ids_R[:, None])
-        logprobs_RC.index_copy_(1, column_1, logprobs_R[:, None])
-        tokens_R.copy_(ids_R)
-        lengths_R.add_(1)
-
-    def _fused_forward(self) -> FusedDecoder | None:
-        """The fused forward, where the model's modules and its numbers on a short text allow it."""
-        fused = fuse(self.model, self.device)
-        if fused is None:
-            return None
-        count = min(40, int(self._last_position) + 1)
-        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
-        tokens = torch.arange(count, device=self.device) * 7919 % vocabulary
-        positions = torch.arange(count, device=self.device)
-        self.pool = PagePool(self._layers, pages_for(count) + 1, self._dtype, self.device)
-        pages = self.pool.take(pages_for(count))
-        blocks = [np.array([[0, count, 0, 0]], np.int64)]
-        plan = self._prefill_attention([pages], slots_of(pages, np.arange(count)), np.zeros((2, 0), np.int64), blocks)
-        with sampling_mode(self.model):
-            recorded = Recorded(plan)
-            theirs = self._logits(tokens, positions, recorded, positions)
-            fused.settings, self._fused = recorded.settings, fused
-            ours = self._logits(tokens, positions, plan, positions)
-        self.pool = None
-        return fused if agrees(ours, theirs) else None
 
     # Pages
 

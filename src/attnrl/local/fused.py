@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnrl.attention.pages import PagePool
 from attnrl.attention.paged import has_kernels
+from attnrl.attention.pages import PagePool
 
 COPY_SHARE = 32  # gate and up weights are copied side by side where that takes at most this part of the memory
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -97,8 +97,9 @@ class _Joined:
     def __call__(self, x_TW: Tensor) -> tuple[Tensor, ...]:
         if self.weight is None:
             return tuple(part(x_TW) for part in self.parts)
-        out = F.linear(x_TW, self.weight, self.bias)
-        return out.split([part.out_features for part in self.parts], -1)
+        out_TX = F.linear(x_TW, self.weight, self.bias)
+        parts: tuple[Tensor, ...] = out_TX.split([part.out_features for part in self.parts], -1)
+        return parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +121,7 @@ class _Layer:
 
 def _read_layer(module: Any, *, copy: bool) -> _Layer | None:
     """The layer in our terms, or None where it has other modules than we compute."""
-    if _children(module) != _LAYER or not _ATTENTION <= _children(module.self_attn):
+    if _children(module) != _LAYER or not _children(module.self_attn) >= _ATTENTION:
         return None
     attention, mlp = module.self_attn, module.mlp
     extra = _children(attention) - _ATTENTION

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WARM_UP = 2  # steps before a capture: lazy initialisation (cuBLAS handles, autotuning) must not fall inside it
+_WARM_UP = 1  # steps before a capture: lazy initialisation (cuBLAS handles, compiling) must not fall inside it
 
 
 class Graphs:

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnrl.local.cache import Ints, Job, PrefillAttention, attending
+from attnrl.attention.pages import Ints
+from attnrl.local.cache import Job, PrefillAttention, attending
 from attnrl.types import Ids
 
 
