@@ -121,7 +121,11 @@ class Bench:
         rows = contexts(40, 330, 300, 199, self.rng) + contexts(20, 40, 0, 199, self.rng)
         requests = [Request(row, 20 + i, seed=i) for i, row in enumerate(rows)]
         report: dict[str, Any] = {}
-        for name, sampling in (("plain", Sampling(temperature=0.8)), ("cut", Sampling(top_p=0.95, top_k=40))):
+        for name, sampling in (
+            ("plain", Sampling(temperature=0.8)),
+            ("top-p", Sampling(0.6, 0.95)),
+            ("top-k", Sampling(1.0, 1.0, 40)),
+        ):
             on_cpu = Sampler(tiny, stop_ids=[1], rows=16).generate(requests, sampling, version=0)
             twin = build({**shape, "head_dim": 32}, self.device, torch.float32)
             twin.load_state_dict(tiny.state_dict())
@@ -165,14 +169,14 @@ class Bench:
 
     def steps(self) -> list[dict[str, Any]]:
         out = []
-        for rows, context in STEPS:
+        for rows, context, sampling in [(*step, Sampling()) for step in STEPS] + [(256, 128, Sampling(0.6, 0.95))]:
             requests = self.requests(rows, context, 80 * self.scale, 0, self.vocabulary)
             sampler = Sampler(self.model(), stop_ids=[], rows=rows, **self.paged)
-            sampler.generate(requests, Sampling(), version=0)
-            sampler.generate(requests, Sampling(), version=0)
+            sampler.generate(requests, sampling, version=0)
+            sampler.generate(requests, sampling, version=0)
             stats = sampler.stats
             taken = stats.seconds - stats.prefill_seconds
-            line = {"rows": rows, "context": context, "ms": 1e3 * taken / stats.steps, "steps": stats.steps}
+            line = {"rows": rows, "context": context, "top_p": sampling.top_p, "ms": 1e3 * taken / stats.steps}
             line |= {"prefill_tokens_s": stats.prefilled_tokens / stats.prefill_seconds}
             line |= {"fused": stats.fused, "graph": stats.cuda_graph, "shape": str(sampler.batch._shape)}  # type: ignore[attr-defined]
             out.append(line)
@@ -237,7 +241,7 @@ class Bench:
     def mixed(self) -> dict[str, Any]:
         """Lengths drawn like long-tailed responses, scaled so that the longest reach the limit."""
         limit, count = 8192 // self.scale, 1024 // self.scale
-        drawn = np.clip(self.rng.lognormal(np.log(limit / 5), 0.8, count), 64 // self.scale, limit).astype(int)
+        drawn = np.clip(self.rng.lognormal(np.log(limit / 8), 0.9, count), 64 // self.scale, limit).astype(int)
         rows = contexts(count, 128 // self.scale, 0, self.vocabulary, self.rng)
         report: dict[str, Any] = {"mean_tokens": float(drawn.mean()), "longest": int(drawn.max())}
         for name, lengths in (("mixed", drawn), ("equal", np.full(count // 4, int(drawn.mean())))):

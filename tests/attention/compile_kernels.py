@@ -40,7 +40,15 @@ LAYER = dict.fromkeys(
     BF16,
 )
 LAYER |= {"SLOTS": INT64, "eps": "fp32"}
-DRAW = {"LOGITS": BF16, "TOPS": FLOAT, "SUMS": FLOAT, "UNIFORM": FLOAT, "LOGPROBS": FLOAT, "inverse": "fp32"}
+DRAW = {
+    "LOGITS": BF16,
+    "TOPS": FLOAT,
+    "SUMS": FLOAT,
+    "UNIFORM": FLOAT,
+    "LOGPROBS": FLOAT,
+    "inverse": "fp32",
+    "top_p": "fp32",
+}
 DRAW |= {"COLUMN": INT64, "TOKENS": INT64, "LENGTHS": INT64, "IDS": INT64}
 # name, kernel, types, constants, warps, stages
 KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
@@ -54,6 +62,8 @@ KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
     ("gate", fused_triton._gate, LAYER, {"B": 2048}, 4, 3),
     ("chunk_stats", draw_triton._chunk_stats, DRAW, {"B": 4096}, 4, 3),
     ("find", draw_triton._find, DRAW, {"B": 4096, "BC": 64}, 8, 3),
+    ("nucleus", draw_triton._nucleus, DRAW, {"B": 8192, "HALF": True}, 16, 3),
+    ("nucleus 32", draw_triton._nucleus, DRAW | {"LOGITS": FLOAT}, {"B": 8192, "HALF": False}, 16, 3),
 ]
 
 

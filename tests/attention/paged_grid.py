@@ -116,23 +116,25 @@ def paths_case(*, dim: int = 16, value: int = 16, heads: int = 4, kv: int = 2, w
     return {"kind": "paths", "error": worst}
 
 
-def draw_case(vocabulary: int, temperature: float) -> dict[str, Any]:
-    """Draws against `draw`, with impossible tokens, at uniform numbers that include 0 and the last below 1."""
+def draw_case(vocabulary: int, temperature: float, top_p: float = 1.0, dtype: Any = torch.float32) -> dict[str, Any]:
+    """Draws against `draw`, with impossible and equal tokens, at uniform numbers that include 0 and the last below 1."""
     torch.manual_seed(2)
     rows = 24
     logits = torch.randn(rows, vocabulary, device=DEVICE) * 3
+    logits[5:9] = logits[5:9].round()  # many equals
     logits[:, ::3] = -torch.inf
     logits[3, 1:] = -torch.inf
     logits[3, 0] = 1.0
     logits[4, vocabulary // 2] = torch.nan
+    logits = logits.to(dtype)
     uniform = torch.rand(rows, 2, device=DEVICE)
     uniform[0, 1], uniform[1, 1] = 0.0, 1 - 2.0**-24
     tokens, lengths = torch.zeros(2, rows, dtype=torch.int64, device=DEVICE)
     ids, logprobs = torch.full((rows, 2), -1, device=DEVICE), torch.zeros(rows, 2, device=DEVICE)
     column = torch.ones(1, dtype=torch.int64, device=DEVICE)
-    draw_into(logits, uniform, column, tokens, lengths, ids, logprobs, temperature)
+    draw_into(logits, uniform, column, tokens, lengths, ids, logprobs, temperature, top_p)
     good = [row for row in range(rows) if row != 4]
-    expected, expected_logprobs = draw(logits[good], uniform[good, 1], Sampling(temperature=temperature))
+    expected, expected_logprobs = draw(logits[good], uniform[good, 1], Sampling(temperature, top_p))
     return {
         "kind": "draw",
         "same": float((ids[good, 1] == expected).float().mean()),
@@ -182,6 +184,9 @@ if __name__ == "__main__":
         paths_case(dim=24, value=8, heads=3, kv=1),
         draw_case(61, 1.0),
         draw_case(9000, 0.7),
+        draw_case(61, 1.0, 0.9),
+        draw_case(9000, 0.6, 0.5),
+        draw_case(700, 0.6, 0.95, torch.bfloat16),
         sampler_case("qwen3"),
         sampler_case("mistral"),
     ]

@@ -90,11 +90,11 @@ def draw_column(
     sampling: Sampling,
 ) -> None:
     """Draws a token a row at the column's uniform number; sets token, length, and the column of the outputs."""
-    plain = sampling.temperature > 0 and sampling.top_p == 1 and not sampling.top_k
-    if plain and has_kernels(logits_RV.device):
+    if sampling.temperature > 0 and not sampling.top_k and has_kernels(logits_RV.device):
         from attnrl.local.draw_triton import draw_into
 
-        draw_into(logits_RV, uniform_RC, column_1, tokens_R, lengths_R, ids_RC, logprobs_RC, sampling.temperature)
+        state = (uniform_RC, column_1, tokens_R, lengths_R, ids_RC, logprobs_RC)
+        draw_into(logits_RV, *state, sampling.temperature, sampling.top_p)
         return
     uniform_R = uniform_RC.index_select(1, column_1)[:, 0]
     ids_R, logprobs_R = draw(logits_RV, uniform_R, sampling)
