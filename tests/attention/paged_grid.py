@@ -117,7 +117,7 @@ def paths_case(*, dim: int = 16, value: int = 16, heads: int = 4, kv: int = 2, w
 
 
 def draw_case(vocabulary: int, temperature: float, top_p: float = 1.0, dtype: Any = torch.float32) -> dict[str, Any]:
-    """Draws against `draw`, with impossible and equal tokens, at uniform numbers that include 0 and the last below 1."""
+    """Draws against `draw`, with impossible and equal tokens, at uniform numbers with 0 and the last below 1."""
     torch.manual_seed(2)
     rows = 24
     logits = torch.randn(rows, vocabulary, device=DEVICE) * 3

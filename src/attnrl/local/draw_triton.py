@@ -1,7 +1,7 @@
 """Drawing tokens in one or two kernels.
 
-From plain softmax the logits are read once, and a second time only where the token lies. For top-p nothing is sorted: the
-smallest kept logit is found bit by bit, each bit by one reading of the row, which the L2 holds.
+From plain softmax the logits are read once, and a second time only where the token lies. For top-p nothing is sorted:
+the smallest kept logit is found bit by bit, each bit by one reading of the row, which the L2 holds.
 
 Shapes: R rows, V vocabulary, C chunks of the vocabulary, L looks: columns of the output.
 The token is the one `draw.py` defines: the cumulated distribution, in vocabulary order, inverted at one uniform number.
