@@ -55,7 +55,7 @@ KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
     ("decode", paged_triton._decode, POOL, HEADS | {"BM": 16, "BN": 64, "DIRECT": False}, 4, 3),
     ("shared", paged_triton._decode, POOL, HEADS | {"BM": 32, "BN": 64, "DIRECT": False}, 4, 3),
     ("direct", paged_triton._decode, POOL, HEADS | {"BM": 16, "BN": 64, "DIRECT": True}, 4, 3),
-    ("join", paged_triton._join, POOL, HEADS | {"S": 32}, 2, 3),
+    ("join", paged_triton._join, POOL, HEADS | {"BS": 64}, 4, 3),
     ("paths", paged_triton._paths, POOL, HEADS | {"BM": 64, "BN": 64}, 4, 3),
     ("add_norm", fused_triton._add_norm, LAYER, {"BW": 2048, "ADD": True}, 4, 3),
     ("rotate_store", fused_triton._rotate_store, LAYER, HEADS | {"BH": 16, "BK": 2, "BHALF": 64, "NORM": True}, 4, 3),

@@ -24,7 +24,8 @@ LOG2E = 1.4426950408889634
 Tile = tuple[int, int, int]  # keys a turn, warps, stages
 
 
-@triton.jit
+# Numbers that change from call to call must not make Triton compile once more.
+@triton.jit(do_not_specialize=["table_pitch", "window", "splits"])
 def _decode(
     Q, KEYS, VALUES, TABLE, LENGTHS, ITEMS, OUT, PART, LSE, scale2, q_pitch, out_pitch, table_pitch, window, splits,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
@@ -86,17 +87,17 @@ def _decode(
         tl.store(LSE + part, lse, mask=real_m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _join(
-    PART, LSE, SPLITS, OUT, out_pitch,
-    H: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, S: tl.constexpr,
+    PART, LSE, SPLITS, OUT, out_pitch, splits,
+    H: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     count = tl.load(SPLITS + row)
-    s = tl.arange(0, S)
+    s = tl.arange(0, BS)
     e = tl.arange(0, BE)
-    part = (row * S + s) * H + head
+    part = (row * splits + s) * H + head
     lse = tl.load(LSE + part, mask=s < count, other=-float("inf"))
     top = tl.max(lse, 0)
     weight = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top))
@@ -105,7 +106,7 @@ def _join(
     tl.store(OUT + row * out_pitch + head * E + e, out.to(OUT.dtype.element_ty), mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_pitch", "window"])
 def _paths(
     Q, KEYS, VALUES, TABLE, BLOCKS, OUT, scale2, q_pitch, out_pitch, table_pitch, window,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
@@ -213,8 +214,9 @@ def decode(
             num_warps=tile[1], num_stages=tile[2],
         )  # fmt: skip
     if splits_R is not None:
+        most = max(64, triton.next_power_of_2(splits))
         _join[(rows, heads)](
-            part, lse, splits_R, out_RW, out_RW.stride(0), heads, value_dim, wide_value, splits, num_warps=2
+            part, lse, splits_R, out_RW, out_RW.stride(0), splits, heads, value_dim, wide_value, most, num_warps=4
         )
     return out_RW
 

@@ -188,7 +188,7 @@ class PagedBatch:
     def admit(self, sampling: Sampling) -> int:
         """Lets waiting requests run where enough rows and pages are free; returns the tokens drawn."""
         drawn, rows = 0, self.stats.rows
-        if self.table.count and rows - self.table.count < max(1, rows // 8):
+        if self.table.count and rows - self.table.count < max(1, rows // 16):
             return 0  # admitting one by one would run a prefill for every step
         while self.waiting and self.table.count < rows:
             taken = self._prefill(self.waiting[: rows - self.table.count], sampling)

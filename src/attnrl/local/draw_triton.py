@@ -20,7 +20,7 @@ from torch import Tensor
 CHUNK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C"])
 def _chunk_stats(LOGITS, TOPS, SUMS, V, pitch, inverse, C, B: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -32,7 +32,7 @@ def _chunk_stats(LOGITS, TOPS, SUMS, V, pitch, inverse, C, B: tl.constexpr):
     tl.store(SUMS + row * C + chunk, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C"])
 def _find(
     LOGITS, TOPS, SUMS, UNIFORM, COLUMN, TOKENS, LENGTHS, IDS, LOGPROBS, V, pitch, inverse, C, out_pitch,
     B: tl.constexpr, BC: tl.constexpr,
