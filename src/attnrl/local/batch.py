@@ -141,6 +141,13 @@ class PagedBatch:
         self.stats.cuda_graph = self._graphs.enabled
         self.stats.cuda_graphs_captured = self._graphs.take_captured()
 
+    def rest(self) -> None:
+        """The learner works next: pages that take more than an eighth of the device's memory are given back."""
+        if self.pool is not None and self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            if self.pool.pages * self.pool.page_bytes > total // 8:
+                self.release()
+
     def release(self) -> None:
         """Frees pages, state and graphs."""
         self._graphs.clear()
@@ -157,7 +164,8 @@ class PagedBatch:
         budget = self._cache_bytes
         if budget is None and self.device.type == "cuda":
             own = 0 if pool is None else pool.pages * pool.page_bytes
-            budget = (torch.cuda.mem_get_info(self.device)[0] + own) // 2
+            kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            budget = (torch.cuda.mem_get_info(self.device)[0] + kept + own) // 2
         fitting = (4 << 30 if budget is None else budget) // per_page
         least = longest + 3
         wanted = max(least, min(need, fitting))

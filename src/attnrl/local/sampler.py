@@ -45,6 +45,7 @@ class Batch(Protocol):
     def admit(self, sampling: Sampling) -> int: ...
     def advance(self, sampling: Sampling) -> int: ...
     def close(self) -> None: ...
+    def rest(self) -> None: ...
     def release(self) -> None: ...
 
 
@@ -113,7 +114,8 @@ class Sampler:
         """The weights have changed: nothing to do, they are read from the model itself and no cache outlives a call."""
 
     def rest(self) -> None:
-        """The learner works next: the cache stays, where it fits beside it."""
+        """The learner works next: a large cache is given back."""
+        self.batch.rest()
 
     def close(self) -> None:
         """The sampler is not used any more."""

@@ -66,6 +66,9 @@ class SlotBatch:
         self._ids_RC = torch.zeros(0, check_every, dtype=torch.int64, device=self.device)
         self._logprobs_RC = torch.zeros(0, check_every, dtype=torch.float32, device=self.device)
 
+    def rest(self) -> None:
+        """The learner works next: the cache is as large as the rows were long, and stays."""
+
     def release(self) -> None:
         """Frees the cache."""
         self._use(None)
