@@ -8,14 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnrl.attention.pages import LayerShape, bytes_per_token
 from attnrl.local.cache import (
     QUERY_BLOCK,
     DecodeAttention,
     Job,
     KVCache,
-    LayerShape,
     PrefillAttention,
-    bytes_per_token,
 )
 from attnrl.local.prefill import lexicographic, plan_prefill
 from attnrl.types import as_ids

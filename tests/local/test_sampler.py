@@ -22,7 +22,8 @@ from transformers import (
 
 from attnrl.errors import ConfigError, DataError, TrainingError
 from attnrl.local.draw import kept_tokens
-from attnrl.local.sampler import Sampler, length_bucket
+from attnrl.local.sampler import Sampler
+from attnrl.local.stats import length_bucket
 from attnrl.types import Request, Rollout, Sampling, as_ids
 
 VOCABULARY = 61

@@ -16,6 +16,7 @@ from attnrl.errors import ConfigError, MissingFileError
 from attnrl.local.learner import Learner
 from attnrl.local.models import add_lora, is_lora, load_weights, plain, quiet, stop_token_ids
 from attnrl.local.sampler import Sampler
+from attnrl.local.vllm_sampler import VllmSampler
 from attnrl.scoring import ScoreReport, score
 from attnrl.scoring.entropy import check_head
 from attnrl.scoring.packed import check_model
@@ -209,10 +210,14 @@ def build(config: Config, *, model: str, tokenizer: Any, learn: bool = True) -> 
 
 
 def build_sampler(config: Config, model: Any, tokenizer: Any) -> Draws:
-    """The sampler that `engine.local.sampler` names."""
+    """The sampler that `engine.local.sampler` names; auto is our own, which docs/performance.md compares with vLLM."""
     local = config.engine.local
     if local.sampler == "vllm":
-        raise ConfigError('engine.local.sampler = "vllm" is not here yet; use "own"')
+        training = config.data.max_prompt_tokens + config.sampling.max_response_tokens
+        evaluating = config.evaluation.max_prompt_tokens + config.evaluation.max_response_tokens
+        most = getattr(model.config, "max_position_embeddings", None) or training
+        longest = max(training, min(evaluating, most))
+        return VllmSampler(model, stop_ids=stop_token_ids(model, tokenizer), longest=longest, rows=local.rows)
     return Sampler(plain(model), stop_ids=stop_token_ids(model, tokenizer), rows=local.rows)
 
 

@@ -21,18 +21,17 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from attnrl.attention.pages import Ints, LayerShape
 from attnrl.errors import ConfigError
 
 NAME = "attnrl_sampler"
 ROW_BLOCK = 16  # rows that attend over one span on CPU
 QUERY_BLOCK = 512  # longest run of queries in one attention job: bounds the mask of a long context
 
-Ints = NDArray[np.int64]
 Blocks = tuple[
     tuple[int, int, int], ...
 ]  # (first row, row after the last, positions they attend over), all rows in order
@@ -102,15 +101,6 @@ def attending(plan: AttentionPlan) -> Iterator[None]:
         _PLAN.reset(token)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """One layer's keys and values for one token."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-
-
 class ProbeAttention:
     """Learns the layers' shapes and dtype from one forward over one token."""
 
@@ -174,11 +164,6 @@ class KVCache:
         row, position, token = (torch.from_numpy(a).to(device) for a in (rows, positions, tokens))
         for cached, fresh in zip(self.keys + self.values, keys + values, strict=True):
             cached[row, :, position] = fresh[token]
-
-
-def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """Cache bytes of one token of one row, over all layers."""
-    return sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes) * int(dtype.itemsize)
 
 
 def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:

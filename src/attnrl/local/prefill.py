@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnrl.local.cache import Ints, Job, PrefillAttention, attending
+from attnrl.attention.pages import Ints
+from attnrl.local.cache import Job, PrefillAttention, attending
 from attnrl.types import Ids
 
 
@@ -35,6 +36,7 @@ class Carry:
 class PrefillPlan:
     """The packed tokens of the first `len(paths)` contexts, and where each context finds its own.
 
+    `shared[i]` counts the leading tokens that context i has in common with the one before it.
     `paths[i]` are the tokens of context i, counted over carried and packed tokens; `logits[i]` is 0 where the
     next-token logits are the carried ones and j + 1 where they are those of packed token `ends[j]`.
     """
@@ -45,6 +47,7 @@ class PrefillPlan:
     ends: list[int]
     paths: list[Ints]
     logits: list[int]
+    shared: list[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +87,7 @@ def plan_prefill(contexts: Sequence[Ids], carried: Ids | None, budget: int) -> P
     previous = np.zeros(0, np.int32) if carried is None else carried
     offset = len(previous)
     path: Ints = np.arange(offset)
-    plan = PrefillPlan(np.zeros(0, np.int64), np.zeros(0, np.int64), [], [], [], [])
+    plan = PrefillPlan(np.zeros(0, np.int64), np.zeros(0, np.int64), [], [], [], [], [])
     tokens: list[Ids] = []
     positions: list[Ints] = []
     packed = 0
@@ -103,11 +106,12 @@ def plan_prefill(contexts: Sequence[Ids], carried: Ids | None, budget: int) -> P
             positions.append(np.arange(shared, len(context)))
         plan.paths.append(path)
         plan.logits.append(len(plan.ends))
+        plan.shared.append(shared)
         previous = context
     if not tokens:
         return plan
     flat = np.concatenate(tokens).astype(np.int64)
-    return PrefillPlan(flat, np.concatenate(positions), plan.jobs, plan.ends, plan.paths, plan.logits)
+    return PrefillPlan(flat, np.concatenate(positions), plan.jobs, plan.ends, plan.paths, plan.logits, plan.shared)
 
 
 def prefill(model: Any, contexts: Sequence[Ids], carry: Carry | None, budget: int, device: torch.device) -> Prefilled:

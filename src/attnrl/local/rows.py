@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from attnrl.attention.pages import Ints
 from attnrl.errors import TrainingError
-from attnrl.local.cache import Ints
 from attnrl.local.draw import stream_of
-from attnrl.types import Finish, Request, Rollout
+from attnrl.types import Finish, Ids, Request, Rollout
 
 
 class RowTable:
@@ -29,6 +29,7 @@ class RowTable:
         self.lengths_of = np.zeros(len(requests), np.int64)
         self.finish: list[Finish] = ["length"] * len(requests)
         self.finished = 0
+        self.resumed = np.zeros(len(requests), np.int64)  # tokens that a request had drawn when it was put back
         self.count = 0
         self.request, self.token, self.length, self.drawn = np.zeros((4, rows), np.int64)
 
@@ -57,9 +58,10 @@ class RowTable:
         return ended_R
 
     def append(self, request: Ints, token: Ints, length: Ints) -> Ints:
-        """Adds rows that have drawn one token; returns their places."""
+        """Adds rows that have drawn one token since they were admitted; returns their places."""
         places = np.arange(self.count, self.count + len(request))
-        self.request[places], self.token[places], self.length[places], self.drawn[places] = request, token, length, 1
+        self.request[places], self.token[places], self.length[places] = request, token, length
+        self.drawn[places] = self.resumed[request] + 1
         self.count += len(request)
         return places
 
@@ -71,6 +73,27 @@ class RowTable:
         self.move(source, target)
         self.count = running
         return source, target
+
+    def keep(self, kept: Ints) -> None:
+        """Drops all rows but these, in their order."""
+        self.move(kept, np.arange(len(kept)))
+        self.count = len(kept)
+
+    def put_back(self, row: int) -> int:
+        """Takes the last row out of the batch, to be admitted again with what it has drawn; returns its request."""
+        assert row == self.count - 1
+        request = int(self.request[row])
+        self.resumed[request] = self.drawn[row]
+        self.count -= 1
+        return request
+
+    def so_far(self, request: int, context: Ids) -> Ids:
+        """The request's context and what it has drawn: what a prefill has to run over."""
+        drawn = int(self.resumed[request])
+        if not drawn:
+            return context
+        start = int(self.offsets[request])
+        return np.concatenate([context, self.ids[start : start + drawn]])
 
     def move(self, source: Ints, target: Ints) -> None:
         """Row `target[i]` becomes what row `source[i]` was."""

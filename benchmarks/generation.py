@@ -1,0 +1,310 @@
+"""Generation over short and long contexts at the 1.5B Qwen2 shape: speed, decode steps, memory and exactness. JSON.
+
+    python benchmarks/generation.py --out generation.json                       # every section, one CUDA device
+    python benchmarks/generation.py --out x.json --sections steps,work --work 0,3
+    python benchmarks/generation.py --out x.json --tiny --device cpu            # a rehearsal: no number means anything
+
+Random weights in bfloat16; no response ends early. Sections:
+exact    a tiny float32 model: graph, eager and CPU draw the same; bfloat16 log-probs against transformers' forward
+kernels  decode and prefill attention alone, by tile: time, bytes/s, operations/s
+steps    milliseconds of one decode step (the second call: graphs are captured)
+profile  kernels of one decode step
+work     tokens/s of whole calls in a fresh sampler each: prefill and capture included, compiling not
+mixed    1,024 requests of mixed length, 512 at a time: speed against equal lengths, pages held against tokens alive
+A section that fails is reported with its error, and the others still run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from attnrl.local.sampler import Sampler
+from attnrl.types import Request, Rollout, Sampling, as_ids
+
+SHAPE = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
+SMALL = {**SHAPE, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+SMALL |= {"num_key_value_heads": 3, "vocab_size": 49152}
+TINY = {**SHAPE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY |= {"vocab_size": 199}
+# name, requests, context, new tokens, tokens of the context that each five requests share
+WORK = [
+    ("256x(128+256)", 256, 128, 256, 0),
+    ("1024x(128+512)", 1024, 128, 512, 0),
+    ("256x(128+2048)", 256, 128, 2048, 0),
+    ("64x(4096+512)", 64, 4096, 512, 0),
+    ("256x(4096+256)", 256, 4096, 256, 0),
+    ("320 branches, 5 share 2000, +512", 320, 2001, 512, 2000),
+    ("8x(4096+256)", 8, 4096, 256, 0),
+    ("135M 2048x(64+256)", 2048, 64, 256, 0),
+]
+VLLM = [27700, 20000, 27100, 8400, 7100, 27400, 2340, 18600]  # tokens/s of vLLM 0.26.0 on one H200, in another run
+STEPS = [(64, 4096), (8, 4096), (256, 128)]
+
+
+def build(shape: dict[str, Any], device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A Qwen2 model with random weights."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Qwen2ForCausalLM(Qwen2Config(**shape)).to(dtype).eval()
+
+
+def contexts(count: int, length: int, shared: int, vocabulary: int, rng: np.random.Generator) -> list[Any]:
+    rows, base = [], None
+    for i in range(count):
+        if shared and i % 5 == 0:
+            base = rng.integers(2, vocabulary, shared)
+        fresh = rng.integers(2, vocabulary, length - shared)
+        rows.append(as_ids(fresh if base is None else np.concatenate([base, fresh])))
+    return rows
+
+
+class Bench:
+    """The sections, over one model."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.device, self.tiny = args.device, args.tiny
+        self.cuda = args.device == "cuda"
+        self.paged = {"paged": True} if not self.cuda else {}
+        self.only = [int(i) for i in args.work.split(",")] if args.work else range(len(WORK))
+        self.scale = 16 if args.tiny else 1
+        self.shape = TINY if args.tiny else SHAPE
+        self.vocabulary = self.shape["vocab_size"]
+        self.rng = np.random.default_rng(0)
+        self.models: dict[str, Any] = {}
+
+    def model(self, name: str = "1.5B") -> Any:
+        if name not in self.models:
+            self.models.clear()
+            self.free()
+            shape = TINY if self.tiny else {"1.5B": SHAPE, "135M": SMALL}[name]
+            self.models[name] = build(shape, self.device)
+        return self.models[name]
+
+    def free(self) -> None:
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def requests(self, count: int, context: int, new: int, shared: int, vocabulary: int) -> list[Request]:
+        count, context, new, shared = (-(-n // self.scale) for n in (count, context, new, shared))
+        rows = contexts(count, context + bool(shared), shared, vocabulary, self.rng)
+        return [Request(row, new, seed=i) for i, row in enumerate(rows)]
+
+    def exact(self) -> dict[str, Any]:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        shape = {**TINY, "hidden_size": 128, "num_attention_heads": 6, "initializer_range": 0.2}
+        tiny = build({**shape, "head_dim": 32}, "cpu", torch.float32)
+        rows = contexts(40, 330, 300, 199, self.rng) + contexts(20, 40, 0, 199, self.rng)
+        requests = [Request(row, 20 + i, seed=i) for i, row in enumerate(rows)]
+        report: dict[str, Any] = {}
+        for name, sampling in (
+            ("plain", Sampling(temperature=0.8)),
+            ("top-p", Sampling(0.6, 0.95)),
+            ("top-k", Sampling(1.0, 1.0, 40)),
+        ):
+            on_cpu = Sampler(tiny, stop_ids=[1], rows=16).generate(requests, sampling, version=0)
+            twin = build({**shape, "head_dim": 32}, self.device, torch.float32)
+            twin.load_state_dict(tiny.state_dict())
+            graph = Sampler(twin, stop_ids=[1], rows=32, **self.paged)
+            eager = Sampler(twin, stop_ids=[1], rows=64, cuda_graphs=False, **self.paged)
+            by_graph = graph.generate(requests, sampling, version=0)
+            report[name] = {
+                "fused": graph.stats.fused,
+                "graph": graph.stats.cuda_graph,
+                "graph_vs_cpu": difference(by_graph, on_cpu),
+                "graph_vs_eager": difference(by_graph, eager.generate(requests, sampling, version=0)),
+                "graph_twice": difference(by_graph, graph.generate(requests, sampling, version=0)),
+            }
+            with torch.no_grad():
+                for parameter in twin.parameters():
+                    parameter.mul_(1.05)  # in place: graphs and copies must see the new weights
+            moved = graph.generate(requests, sampling, version=1)
+            report[name]["after_update"] = difference(moved, eager.generate(requests, sampling, version=1))
+            report[name]["update_changed_tokens"] = difference(by_graph, moved)["same_tokens"] < 1
+        return report
+
+    def agreement(self) -> dict[str, Any]:
+        """Log-probs of the sampler against transformers' own forward, both in bfloat16, and the float32 truth."""
+        model = self.model()
+        requests = self.requests(16, 512, 256, 0, self.vocabulary)
+        rollouts = Sampler(model, stop_ids=[], rows=16, **self.paged).generate(requests, Sampling(), version=0)
+        gaps = []
+        for request, rollout in zip(requests, rollouts, strict=True):
+            ids = torch.from_numpy(np.concatenate([request.context, rollout.ids])).long().to(self.device)
+            with torch.no_grad():
+                logits = model(input_ids=ids[None]).logits[0, len(request.context) - 1 : -1].float()
+            logprobs = torch.log_softmax(logits, -1).gather(1, ids[len(request.context) :, None])[:, 0].cpu().numpy()
+            gaps.append(rollout.logprobs - logprobs)
+        gap = np.concatenate(gaps)
+        return {"mean": float(np.abs(gap).mean()), "largest": float(np.abs(gap).max()), "kl": float(gap.mean())}
+
+    def kernels(self) -> dict[str, Any]:
+        from kernel_times import decode_times, prefill_times
+
+        return {"decode": decode_times(self.tiny, self.device), "prefill": prefill_times(self.tiny, self.device)}
+
+    def steps(self) -> list[dict[str, Any]]:
+        out = []
+        for rows, context, sampling in [(*step, Sampling()) for step in STEPS] + [(256, 128, Sampling(0.6, 0.95))]:
+            requests = self.requests(rows, context, 80 * self.scale, 0, self.vocabulary)
+            sampler = Sampler(self.model(), stop_ids=[], rows=rows, **self.paged)
+            sampler.generate(requests, sampling, version=0)
+            sampler.generate(requests, sampling, version=0)
+            stats = sampler.stats
+            taken = stats.seconds - stats.prefill_seconds
+            line = {"rows": rows, "context": context, "top_p": sampling.top_p, "ms": 1e3 * taken / stats.steps}
+            line |= {"prefill_tokens_s": stats.prefilled_tokens / stats.prefill_seconds}
+            line |= {"fused": stats.fused, "graph": stats.cuda_graph, "shape": str(sampler.batch._shape)}  # type: ignore[attr-defined]
+            out.append(line)
+            print(line, flush=True)
+            sampler.release()
+            self.free()
+        return out
+
+    def profile(self) -> dict[str, Any]:
+        from torch.profiler import ProfilerActivity, profile
+
+        tables = {}
+        for rows, context, shared in ((64, 4096, 0), (8, 4096, 0), (256, 128, 0), (320, 2001, 2000)):
+            sampler = Sampler(self.model(), stop_ids=[], rows=rows, **self.paged)
+            short = self.requests(rows, context, 33 * self.scale, shared, self.vocabulary)
+            sampler.generate(short, Sampling(), version=0)
+            kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.cuda else [])
+            with profile(activities=kinds) as run:
+                sampler.generate(short, Sampling(), version=0)
+            table = [
+                (e.key[:90], e.count, round(e.self_device_time_total / 1e3, 3))
+                for e in run.key_averages()
+                if e.self_device_time_total > 0
+            ]
+            tables[f"{rows}x{context}, 32 steps and the prefill"] = sorted(table, key=lambda row: -row[2])[:32]
+            sampler.release()
+            self.free()
+        return tables
+
+    def work(self) -> list[dict[str, Any]]:
+        out = []
+        for i in self.only:
+            name, count, context, new, shared = WORK[i]
+            size = "135M" if name.startswith("135M") else "1.5B"
+            if size not in self.models:
+                self.compile(size)
+            model = self.model(size)
+            sampler = Sampler(model, stop_ids=[], rows=count, **self.paged)
+            requests = self.requests(count, context, new, shared, model.config.vocab_size)
+            self.wait()
+            begin = time.perf_counter()
+            sampler.generate(requests, Sampling(), version=0)
+            self.wait()
+            took = time.perf_counter() - begin
+            stats = sampler.stats
+            line = {
+                "work": name,
+                "s": round(took, 3),
+                "tok_s": round(stats.drawn_tokens / took),
+                "stats": stats.as_dict(),
+            }
+            line["over_vllm"] = round(line["tok_s"] / VLLM[i], 2)
+            out.append(line)
+            print(
+                {k: line[k] for k in ("work", "s", "tok_s", "over_vllm")}, round(stats.prefill_seconds, 2), flush=True
+            )
+            sampler.release()
+            self.free()
+        return out
+
+    def compile(self, size: str) -> None:
+        """Runs every kernel once, over few tokens: Triton compiles at the first use on a machine."""
+        model = self.model(size)
+        sampler = Sampler(model, stop_ids=[], rows=16, **self.paged)
+        for context, shared in ((64, 0), (640, 600)):
+            rows = contexts(10, context, shared, model.config.vocab_size, self.rng)
+            sampler.generate([Request(row, 20, i) for i, row in enumerate(rows)], Sampling(), version=0)
+        sampler.release()
+
+    def mixed(self) -> dict[str, Any]:
+        """Lengths drawn like long-tailed responses, scaled so that the longest reach the limit."""
+        limit, count = 8192 // self.scale, 1024 // self.scale
+        drawn = np.clip(self.rng.lognormal(np.log(limit / 8), 0.9, count), 64 // self.scale, limit).astype(int)
+        rows = contexts(count, 128 // self.scale, 0, self.vocabulary, self.rng)
+        report: dict[str, Any] = {"mean_tokens": float(drawn.mean()), "longest": int(drawn.max())}
+        for name, lengths in (("mixed", drawn), ("equal", np.full(count // 2, int(drawn.mean())))):
+            sampler = Sampler(self.model(), stop_ids=[], rows=count // 2, **self.paged)
+            requests = [Request(row, int(n), i) for i, (row, n) in enumerate(zip(rows, lengths, strict=False))]
+            sampler.generate(requests, Sampling(), version=0)
+            report[name] = sampler.stats.as_dict()
+            sampler.release()
+            self.free()
+        report["speed_ratio"] = report["mixed"]["tokens_per_second"] / report["equal"]["tokens_per_second"]
+        report["pages_over_tokens"] = report["mixed"]["cache_peak_bytes"] / report["mixed"]["cache_live_bytes"]
+        return report
+
+
+def difference(a: list[Rollout], b: list[Rollout]) -> dict[str, float]:
+    """Share of requests with the same tokens, and the largest log-prob difference up to the first that differs."""
+    same, worst = 0, 0.0
+    for x, y in zip(a, b, strict=True):
+        n = min(len(x.ids), len(y.ids))
+        split = int(np.argmax(np.append(x.ids[:n] != y.ids[:n], True)))
+        same += split == len(x.ids) == len(y.ids)
+        if split:
+            worst = max(worst, float(np.abs(x.logprobs[:split] - y.logprobs[:split]).max()))
+    return {"same_tokens": same / len(a), "largest_logprob_difference": worst}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sections", default="exact,agreement,kernels,steps,profile,work,mixed")
+    parser.add_argument("--work", default="", help="rows of the table, by number; all without it")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--commit", default="")
+    args = parser.parse_args()
+    bench = Bench(args)
+    name = torch.cuda.get_device_name() if bench.cuda else "cpu"
+    report: dict[str, Any] = {"device": name, "torch": torch.__version__, "commit": args.commit}
+    for section in args.sections.split(","):
+        begin = time.perf_counter()
+        try:
+            report[section] = getattr(bench, section)()
+        except (RuntimeError, ValueError, AssertionError, LookupError, TypeError, AttributeError, ImportError):
+            report[section] = {"error": traceback.format_exc()[-3000:]}
+            print(section, report[section]["error"][-1500:], flush=True)
+        report[f"{section}_seconds"] = round(time.perf_counter() - begin, 1)
+        print(section, report[f"{section}_seconds"], "s", flush=True)
+        if section in ("exact", "agreement", "mixed", "profile"):
+            print(json.dumps(report[section]), flush=True)
+        if section == "kernels" and "decode" in report[section]:
+            for rows in {line["rows"] for line in report[section]["decode"]}:
+                print(*[line for line in report[section]["decode"] if line["rows"] == rows][:6], sep="\n", flush=True)
+            print(report[section]["prefill"], flush=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

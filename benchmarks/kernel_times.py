@@ -1,0 +1,99 @@
+"""Times of the attention kernels over pages alone, by tile; `generation.py` runs it as one of its sections."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from attnrl.attention import paged_triton
+from attnrl.attention.pages import PAGE, cut, pages_for
+
+HEADS, KV_HEADS, DIM = 12, 2, 128
+
+
+def timed(run: Any, device: str) -> float:
+    """Milliseconds of one call, the median."""
+    if device == "cpu":
+        run()
+        return float("nan")
+    return float(triton.testing.do_bench_cudagraph(run, rep=8, return_mode="median"))
+
+
+def _pool(pages: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    keys = torch.randn(pages, KV_HEADS, PAGE, DIM, dtype=torch.bfloat16, device=device)
+    return keys, torch.randn_like(keys)
+
+
+TILES = ((64, 4, 3), (64, 4, 5), (64, 4, 1), (64, 2, 3), (32, 4, 5), (32, 2, 3), (128, 4, 3), (128, 4, 1), (128, 8, 3))
+
+
+def _decode_all(pools: Any, q: Any, table: Any, lengths: Any, items: Any, tiles: Any) -> None:
+    for keys, values in pools:
+        paged_triton.decode(q, keys, values, table, lengths, *items, scale=0.09, window=None, tiles=tiles)
+
+
+def decode_times(tiny: bool, device: str) -> list[dict[str, Any]]:
+    """Rows of one length, pages in random order, several layers' caches in turn so that the L2 holds none of them.
+
+    The last case has groups of five rows that share 1,984 tokens.
+    """
+    out = []
+    cases = ((2, 70, 0),) if tiny else ((64, 4096, 0), (8, 4096, 0), (256, 256, 0), (320, 2240, 62))
+    for rows, length, shared in cases:
+        columns = pages_for(length)
+        table = torch.randperm(rows * columns, device=device).int().view(rows, columns)
+        if shared:
+            table[:, :shared] = table[::5, :shared].repeat_interleave(5, 0)
+        pools = [_pool(rows * columns, device) for _ in range(1 if tiny else 4)]
+        q = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, device=device)
+        lengths = torch.full((rows,), length - 1, device=device)
+        groups = [(i, 5, shared) for i in range(0, rows, 5)] if shared else [(i, 1, 0) for i in range(rows)]
+        for chunk in (64,) if tiny else (128, 256, 512, 832, 1024, 2048):
+            if not tiny and (rows * length / chunk * KV_HEADS < 200 or (rows >= 64 and chunk < 256)):
+                continue
+            items = cut(groups, np.full(rows, length), chunk)
+            single, splits = torch.from_numpy(items.single_I5).to(device), torch.from_numpy(items.splits_R).to(device)
+            both = torch.from_numpy(items.shared_I5).to(device) if shared else None
+            most = 1 << (int(items.splits_R.max()) - 1).bit_length()
+            part = torch.empty(rows, most, HEADS, DIM, device=device)
+            scratch = (part, torch.empty_like(part[..., 0]))
+            for tile in TILES[: 1 if tiny else None]:
+                call = functools.partial(
+                    _decode_all, pools, q, table, lengths, (single, both, splits, scratch), (tile, tile)
+                )
+                ms = timed(call, device) / len(pools)
+                tokens = rows * length - sum((n - 1) * pages * PAGE for _, n, pages in groups)
+                gbs = 4 * tokens * KV_HEADS * DIM / ms / 1e6
+                out.append({"rows": rows, "length": length, "chunk": chunk, "tile": tile, "us": 1e3 * ms, "GB_s": gbs})
+    return sorted(out, key=lambda row: (row["rows"], row["us"]))
+
+
+def prefill_times(tiny: bool, device: str) -> list[dict[str, Any]]:
+    """Contexts of one length, all new; aten's flash attention over the same keys, packed, beside it."""
+    count, length = (2, 70) if tiny else (4, 4096)
+    columns = pages_for(length)
+    order = torch.randperm(count * columns, device=device).int().view(count, columns)
+    keys, values = _pool(count * columns, device)
+    q = torch.randn(count * length, HEADS, DIM, dtype=torch.bfloat16, device=device)
+    operations = 2 * count * HEADS * DIM * length * length
+    out: list[dict[str, Any]] = []
+    for block, tile in ((64, (64, 4, 3)), (64, (64, 4, 4)), (64, (128, 4, 3)), (128, (128, 8, 3)))[: 1 if tiny else 9]:
+        blocks = [(i * length + s, min(block, length - s), s, i) for i in range(count) for s in range(0, length, block)]
+        table = torch.tensor(sorted(blocks, key=lambda b: -b[2]), dtype=torch.int32, device=device)
+
+        def run(table: Any = table, block: int = block, tile: Any = tile) -> None:
+            paged_triton.paths(q, keys, values, order, table, block, scale=0.09, window=None, tile=tile)
+
+        ms = timed(run, device)
+        out.append({"block": block, "tile": tile, "ms": ms, "TFLOP_s": operations / ms / 1e9})
+    if device == "cuda":
+        k, v = (torch.randn(count * length, KV_HEADS, DIM, dtype=torch.bfloat16, device=device) for _ in range(2))
+        cu = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=device)
+        flash = torch.ops.aten._flash_attention_forward
+        ms = timed(lambda: flash(q, k, v, cu, cu, length, length, 0.0, True, False, scale=0.09), device)
+        out.append({"flash": True, "ms": ms, "TFLOP_s": operations / ms / 1e9})
+    return out

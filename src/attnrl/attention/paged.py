@@ -1,0 +1,146 @@
+"""What an attention layer does over pages: stores the new keys and values, then reads each row or path.
+
+Shapes: R rows, T packed tokens, H query heads, K key/value heads, D and E head sizes of keys and values, M pages of the
+longest row or path, J paths, B query blocks. Without Triton the pages are gathered and read by torch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnrl.attention.pages import PAGE, PagePool
+
+try:
+    from attnrl.attention import paged_triton
+
+    kernels: Any = paged_triton
+except ImportError:  # triton is published for Linux on x86-64 only
+    kernels = None
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton runs on this device; in its interpreter it runs on any."""
+    return kernels is not None and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+QUERY_BLOCK = 64  # queries of one block of a prefill
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedDecode:
+    """One token a row. Rows beyond the running ones stand at position 0 of page 0."""
+
+    pool: PagePool
+    table_RM: Tensor  # int32
+    lengths_R: Tensor  # position of the new token
+    slots_T: Tensor  # where it goes
+    single_I5: Tensor
+    shared_I5: Tensor | None
+    splits_R: Tensor | None
+    scratch: tuple[Tensor, Tensor] | None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+        """The attention output [R, 1, H, E] for q [R, H, 1, D] and k, v [R, K, 1, D], as transformers asks for it."""
+        self.pool.store(layer, self.slots_T, k[:, :, 0], v[:, :, 0])
+        out_RW = self.read(layer, q[:, :, 0].contiguous(), scaling, window)
+        return out_RW.view(q.shape[0], 1, q.shape[1], -1)
+
+    def stored(self, layer: int) -> None:
+        """Called once the layer's keys and values are in their slots."""
+
+    def read(self, layer: int, q_RHD: Tensor, scaling: float, window: int | None) -> Tensor:
+        """The attention output [R, H * E] over what is stored."""
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        if not has_kernels(q_RHD.device):
+            return _gathered(q_RHD, keys, values, self.table_RM, self.lengths_R, scaling, window)
+        out: Tensor = kernels.decode(
+            q_RHD,
+            keys,
+            values,
+            self.table_RM,
+            self.lengths_R,
+            self.single_I5,
+            self.shared_I5,
+            self.splits_R,
+            self.scratch,
+            scale=scaling,
+            window=window,
+            tiles=((32, 4, 5), (128, 4, 3)) if q_RHD.dtype != torch.float32 else ((32, 4, 2), (32, 4, 2)),
+        )
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedPrefill:
+    """Contexts packed as a trie: every token stands once and attends along its own path to the root.
+
+    A token that ends up in several rows' pages is stored in one of them and copied to the others.
+    """
+
+    pool: PagePool
+    slots_T: Tensor
+    copies: tuple[Tensor, Tensor] | None  # slots: from, to
+    table_JM: Tensor  # int32
+    blocks_B4: Tensor  # int32: first packed query, queries, position of the first, path
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+        """The attention output [1, T, H, E] for q [1, H, T, D] and k, v [1, K, T, D], as transformers asks for it."""
+        self.pool.store(layer, self.slots_T, k[0].transpose(0, 1), v[0].transpose(0, 1))
+        self.stored(layer)
+        out_TW = self.read(layer, q[0].transpose(0, 1).contiguous(), scaling, window)
+        return out_TW.view(1, q.shape[2], q.shape[1], -1)
+
+    def stored(self, layer: int) -> None:
+        """Called once the layer's keys and values are in their slots."""
+        if self.copies is not None:
+            self.pool.copy(layer, *self.copies)
+
+    def read(self, layer: int, q_THD: Tensor, scaling: float, window: int | None) -> Tensor:
+        """The attention output [T, H * E] over what is stored."""
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        if not has_kernels(q_THD.device):
+            out_THE = q_THD.new_empty(*q_THD.shape[:2], values.shape[3])
+            for first, count, position, path in self.blocks_B4.tolist():
+                at = torch.arange(position, position + count, device=q_THD.device)
+                queries, table = q_THD[first : first + count], self.table_JM[path].expand(count, -1)
+                out = _gathered(queries, keys, values, table, at, scaling, window)
+                out_THE[first : first + count] = out.view(count, q_THD.shape[1], -1)
+            return out_THE.flatten(1)
+        out_TW: Tensor = kernels.paths(
+            q_THD,
+            keys,
+            values,
+            self.table_JM,
+            self.blocks_B4,
+            QUERY_BLOCK,
+            scale=scaling,
+            window=window,
+            tile=(64, 4, 3) if q_THD.dtype != torch.float32 else (32, 4, 2),
+        )
+        return out_TW
+
+
+def _gathered(
+    q_RHD: Tensor, keys: Tensor, values: Tensor, table_RM: Tensor, newest_R: Tensor, scaling: float, window: int | None
+) -> Tensor:
+    """Attention of one query a row over its pages, gathered: [R, H * E]."""
+    rows, heads, dim = q_RHD.shape
+    span = int(newest_R.max()) // PAGE + 1
+    table = table_RM[:, :span].long()
+    k_RKLD = keys[table].transpose(1, 2).flatten(2, 3).float()
+    v_RKLE = values[table].transpose(1, 2).flatten(2, 3).float()
+    positions_L = torch.arange(k_RKLD.shape[2], device=q_RHD.device)
+    seen_RL = positions_L <= newest_R[:, None]
+    if window is not None:
+        seen_RL &= positions_L > newest_R[:, None] - window
+    q_RKGD = q_RHD.reshape(rows, keys.shape[1], -1, dim).float()
+    hidden = ~seen_RL[:, None, None]
+    scores = (q_RKGD @ k_RKLD.transpose(2, 3) * scaling).masked_fill(hidden, -torch.inf)
+    # What was never written may be NaN, and NaN times 0 is NaN.
+    out = torch.softmax(scores, -1) @ v_RKLE.masked_fill(~seen_RL[:, None, :, None], 0.0)
+    return out.to(q_RHD.dtype).reshape(rows, heads * values.shape[3])

@@ -1,0 +1,249 @@
+"""Attention over pages in Triton: one token a row (decode) and many queries a path (prefill).
+
+Shapes: R rows, T packed queries, H query heads, K key/value heads, G = H / K, D and E head sizes of keys and values,
+S splits of a row, M pages of the longest row, B query blocks.
+
+Decode reads each key once for the G heads of its group and for all rows of an item, and each row's own length only:
+`pages.Items` cuts the rows into pieces of about equal size, so that one long row or eight keep all multiprocessors
+busy. Pieces of a row are joined by a second kernel, which rows of one piece do not need.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# The kernels' parameters are Triton values, which have no Python types.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnrl.attention.pages import PAGE, SHARED_QUERIES
+
+LOG2E = 1.4426950408889634
+Tile = tuple[int, int, int]  # keys a turn, warps, stages
+
+
+# Numbers that change from call to call must not make Triton compile once more.
+@triton.jit(do_not_specialize=["table_pitch", "window", "splits"])
+def _decode(
+    Q, KEYS, VALUES, TABLE, LENGTHS, ITEMS, OUT, PART, LSE, scale2, q_pitch, out_pitch, table_pitch, window, splits,
+    H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    item = ITEMS + tl.program_id(0) * 5
+    kv = tl.program_id(1)
+    rows = tl.load(item + 1)
+    first = tl.load(item).to(tl.int64)
+    start = tl.load(item + 2)
+    stop = tl.load(item + 3)
+    split = tl.load(item + 4)
+    if rows == 0:
+        return
+    m = tl.arange(0, BM)
+    real_m = m < rows * G
+    row_m = first + tl.where(real_m, m // G, 0)
+    head_m = kv * G + m % G
+    newest_m = tl.load(LENGTHS + row_m).to(tl.int32)  # the newest token's position: it is already stored
+    end = tl.minimum(stop, tl.max(newest_m, 0) + 1)
+    if WINDOW:
+        start = tl.maximum(start, (tl.min(newest_m, 0) + 1 - window) // BN * BN)
+    d = tl.arange(0, BD)
+    e = tl.arange(0, BE)
+    q = tl.load(Q + row_m[:, None] * q_pitch + head_m[:, None] * D + d, mask=real_m[:, None] & (d < D), other=0.0)
+    top = tl.full([BM], -float("inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BE], tl.float32)
+    table = TABLE + first * table_pitch
+    for at in range(start, end, BN):
+        n = at + tl.arange(0, BN)
+        here = n < end
+        page = tl.load(table + n // PAGE, mask=here, other=0).to(tl.int64)
+        slot = (page * K + kv) * PAGE + n % PAGE
+        k = tl.load(KEYS + slot[:, None] * D + d, mask=here[:, None] & (d < D), other=0.0)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2
+        seen = here & (n <= newest_m[:, None])
+        if WINDOW:
+            seen = seen & (n > newest_m[:, None] - window)
+        x = tl.where(seen, x, -float("inf"))
+        new_top = tl.maximum(top, tl.max(x, 1))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        p = tl.exp2(x - base[:, None])
+        keep = tl.exp2(top - base)
+        total = total * keep + tl.sum(p, 1)
+        v = tl.load(VALUES + slot[:, None] * E + e, mask=here[:, None] & (e < E), other=0.0)
+        acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        top = new_top
+    norm = tl.where(total > 0.0, 1.0 / total, 0.0)
+    inside = real_m[:, None] & (e < E)
+    if DIRECT:
+        place = row_m[:, None] * out_pitch + head_m[:, None] * E + e
+        tl.store(OUT + place, (acc * norm[:, None]).to(OUT.dtype.element_ty), mask=inside)
+    else:
+        part = (row_m * splits + split) * H + head_m
+        tl.store(PART + part[:, None] * E + e, acc * norm[:, None], mask=inside)
+        lse = tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), -float("inf"))
+        tl.store(LSE + part, lse, mask=real_m)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _join(
+    PART, LSE, SPLITS, OUT, out_pitch, splits,
+    H: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    count = tl.load(SPLITS + row)
+    s = tl.arange(0, BS)
+    e = tl.arange(0, BE)
+    part = (row * splits + s) * H + head
+    lse = tl.load(LSE + part, mask=s < count, other=-float("inf"))
+    top = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top))
+    x = tl.load(PART + part[:, None] * E + e, mask=(s < count)[:, None] & (e < E), other=0.0)
+    out = tl.sum(x * weight[:, None], 0) / tl.maximum(tl.sum(weight, 0), 1e-30)
+    tl.store(OUT + row * out_pitch + head * E + e, out.to(OUT.dtype.element_ty), mask=e < E)
+
+
+@triton.jit(do_not_specialize=["table_pitch", "window"])
+def _paths(
+    Q, KEYS, VALUES, TABLE, BLOCKS, OUT, scale2, q_pitch, out_pitch, table_pitch, window,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block = BLOCKS + tl.program_id(1) * 4
+    head = tl.program_id(0)
+    kv = head // G
+    first = tl.load(block).to(tl.int64)  # of the packed queries
+    count = tl.load(block + 1)
+    position = tl.load(block + 2)  # of the first query on its path
+    table = TABLE + tl.load(block + 3).to(tl.int64) * table_pitch
+    m = tl.arange(0, BM)
+    real_m = m < count
+    d = tl.arange(0, BD)
+    e = tl.arange(0, BE)
+    q_place = (first + m)[:, None] * q_pitch + head * D + d
+    q = tl.load(Q + q_place, mask=real_m[:, None] & (d < D), other=0.0)
+    top = tl.full([BM], -float("inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BE], tl.float32)
+    start = 0
+    if WINDOW:
+        start = tl.maximum(0, (position + 1 - window) // BN * BN)
+    end = position + count
+    clear = end if WINDOW else (position + 1) // BN * BN  # keys before this are seen by every query
+    if WINDOW:
+        clear = start
+    for at in range(start, clear, BN):
+        n = at + tl.arange(0, BN)
+        slot = (tl.load(table + n // PAGE).to(tl.int64) * K + kv) * PAGE + n % PAGE
+        k = tl.load(KEYS + slot[:, None] * D + d, mask=d < D, other=0.0)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2
+        new_top = tl.maximum(top, tl.max(x, 1))
+        p = tl.exp2(x - new_top[:, None])
+        keep = tl.exp2(top - new_top)
+        total = total * keep + tl.sum(p, 1)
+        v = tl.load(VALUES + slot[:, None] * E + e, mask=e < E, other=0.0)
+        acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        top = new_top
+    for at in range(clear, end, BN):
+        n = at + tl.arange(0, BN)
+        here = n < end
+        page = tl.load(table + n // PAGE, mask=here, other=0).to(tl.int64)
+        slot = (page * K + kv) * PAGE + n % PAGE
+        k = tl.load(KEYS + slot[:, None] * D + d, mask=here[:, None] & (d < D), other=0.0)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2
+        seen = here & (n <= (position + m)[:, None])
+        if WINDOW:
+            seen = seen & (n > (position + m)[:, None] - window)
+        x = tl.where(seen, x, -float("inf"))
+        new_top = tl.maximum(top, tl.max(x, 1))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        p = tl.exp2(x - base[:, None])
+        keep = tl.exp2(top - base)
+        total = total * keep + tl.sum(p, 1)
+        v = tl.load(VALUES + slot[:, None] * E + e, mask=here[:, None] & (e < E), other=0.0)
+        acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        top = new_top
+    out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    place = (first + m)[:, None] * out_pitch + head * E + e
+    tl.store(OUT + place, out.to(OUT.dtype.element_ty), mask=real_m[:, None] & (e < E))
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def decode(
+    q_RHD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table_RM: Tensor,
+    lengths_R: Tensor,
+    single_I5: Tensor,
+    shared_I5: Tensor | None,
+    splits_R: Tensor | None,
+    scratch: tuple[Tensor, Tensor] | None,
+    *,
+    scale: float,
+    window: int | None,
+    tiles: tuple[Tile, Tile] = ((32, 4, 5), (128, 4, 3)),
+) -> Tensor:
+    """Attention of one query a row over its pages: [R, H * E]. Without `splits_R` every row is one item.
+
+    `scratch` holds the pieces, [R, S, H, E] and [R, S, H] in float32. `tiles`: of single and of shared items.
+    """
+    rows, heads, dim = q_RHD.shape
+    kv_heads, value_dim = keys.shape[1], values.shape[3]
+    groups = heads // kv_heads
+    out_RW = q_RHD.new_empty(rows, heads * value_dim)
+    direct = splits_R is None
+    part, lse = (out_RW, out_RW) if scratch is None else scratch
+    splits = 1 if scratch is None else part.shape[1]
+    wide, wide_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
+    queries = max(16, triton.next_power_of_2(groups))
+    tall = max(queries, SHARED_QUERIES)
+    for items, high, tile in ((single_I5, queries, tiles[0]), (shared_I5, tall, tiles[1])):
+        if items is None:
+            continue
+        _decode[(items.shape[0], kv_heads)](
+            q_RHD, keys, values, table_RM, lengths_R, items, out_RW, part, lse, scale * LOG2E, q_RHD.stride(0),
+            out_RW.stride(0), table_RM.stride(0), window or 0, splits, heads, kv_heads, groups, dim, value_dim, wide,
+            wide_value, high, tile[0], PAGE, direct, window is not None, _precision(q_RHD.dtype),
+            num_warps=tile[1], num_stages=tile[2],
+        )  # fmt: skip
+    if splits_R is not None:
+        most = max(64, triton.next_power_of_2(splits))
+        _join[(rows, heads)](
+            part, lse, splits_R, out_RW, out_RW.stride(0), splits, heads, value_dim, wide_value, most, num_warps=4
+        )
+    return out_RW
+
+
+def paths(
+    q_THD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table_JM: Tensor,
+    blocks_B4: Tensor,
+    block: int,
+    *,
+    scale: float,
+    window: int | None,
+    tile: Tile = (64, 4, 3),
+) -> Tensor:
+    """Causal attention of packed queries along their paths of pages: [T, H * E].
+
+    A block is (first packed query, queries, position of the first, path); it has at most `block` queries.
+    """
+    tokens, heads, dim = q_THD.shape
+    kv_heads, value_dim = keys.shape[1], values.shape[3]
+    out_TW = q_THD.new_empty(tokens, heads * value_dim)
+    wide, wide_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
+    _paths[(heads, blocks_B4.shape[0])](
+        q_THD, keys, values, table_JM, blocks_B4, out_TW, scale * LOG2E, q_THD.stride(0), out_TW.stride(0),
+        table_JM.stride(0), window or 0, kv_heads, heads // kv_heads, dim, value_dim, wide, wide_value, block,
+        tile[0], PAGE, window is not None, _precision(q_THD.dtype), num_warps=tile[1], num_stages=tile[2],
+    )  # fmt: skip
+    return out_TW

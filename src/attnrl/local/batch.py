@@ -1,0 +1,460 @@
+"""Running rows that hold their keys and values in pages: what the sampler uses on a CUDA device.
+
+A row holds the pages it needs and no more; what a prompt's trunks or a trunk's branches have in common is stored once
+and read once for all of them. When pages run out, the rows admitted last are put back and prefilled again later with
+what they have drawn. The step is one CUDA graph, the same for any lengths.
+
+Shapes: R rows of the step, C steps between two looks from the host, M pages of the longest row, I items of attention,
+N contexts of a prefill, T packed tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attnrl.attention.paged import PagedDecode, has_kernels
+from attnrl.attention.pages import (
+    PAGE,
+    Ints,
+    LayerShape,
+    PagePool,
+    Pages,
+    bytes_per_token,
+    common_pages,
+    cut,
+    groups_of,
+    pages_for,
+    shared_rows,
+)
+from attnrl.local.draw import uniforms
+from attnrl.local.forward import Forward, draw_column
+from attnrl.local.graphs import Graphs
+from attnrl.local.layout import lay_out
+from attnrl.local.prefill import PrefillPlan, lexicographic, plan_prefill, shared_prefix
+from attnrl.local.rows import RowTable
+from attnrl.local.stats import SamplerStats, length_bucket, step_rows
+from attnrl.types import Ids, Request, Sampling, as_ids
+
+PROGRAMS = 528  # pieces of attention that keep all multiprocessors of a large GPU busy, a few each
+MIN_CHUNK = 256  # tokens of the shortest piece
+REPLAN = 8  # looks after which the pieces are cut anew, since rows have grown
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Carry:
+    """The last context of a prefill, held with its pages and its next-token logits for those that begin alike."""
+
+    context: Ids
+    pages: Pages
+    logits_V: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a captured step depends on, besides the sampling."""
+
+    rows: int
+    single: int  # items
+    shared: int
+    splits: int  # pieces that a row may have; 1: the pieces need no joining
+
+
+class PagedBatch:
+    """The rows that run, their pages and their state on the device.
+
+    The host knows all rows (`table`, `_pages`) and sets the device's state at every look: the newest token of each row
+    (drawn, not yet stored), its position, the uniform numbers of the coming steps and the row's pages. Rows beyond the
+    running ones are idle: they stand at position 0 of page 0 and draw tokens nobody reads, so that few graphs serve.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[LayerShape],
+        dtype: torch.dtype,
+        stops_V: NDArray[np.bool_],
+        *,
+        rows: int,
+        check_every: int,
+        prefill_tokens: int,
+        cache_bytes: int | None,
+        cuda_graphs: bool,
+    ) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.rows = rows
+        self.check_every = check_every
+        self.prefill_tokens = prefill_tokens
+        self.waiting: list[int] = []
+        self.table = RowTable([], 0)
+        self.stats = SamplerStats()
+        self._layers, self._dtype, self._stops_V, self._cache_bytes = tuple(layers), dtype, stops_V, cache_bytes
+        self._kv_heads = max(layer.kv_heads for layer in layers)
+        most = getattr(model.config, "max_position_embeddings", None)
+        self._last_position = 1 << 40 if most is None else most - 1  # a finished row runs on until the next look
+        self._requests: Sequence[Request] = ()
+        self._carry: _Carry | None = None
+        self._pages_RM = np.zeros((0, 0), np.int32)  # the pages of each running row, and how many it holds
+        self._held_R = np.zeros(0, np.int64)
+        self._spared = 0  # tokens that rows need not hold, since their neighbour does
+        self.pool: PagePool | None = None
+        self._graphs = Graphs(model, self.device, enabled=cuda_graphs)
+        self._forward = Forward(model, layers, dtype)
+        self._look = 0
+        self._shape = Shape(0, 0, 0, 1)
+        self._scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._make_state(0, 0)
+
+    # A call
+
+    def open(self, requests: Sequence[Request], stats: SamplerStats) -> None:
+        """Starts a call: all requests wait."""
+        self.stats, self._requests = stats, requests
+        self._graphs.weights_may_have_moved()
+        wanted = min(len(requests), self.rows)
+        sizes = sorted((len(r.context) + r.max_tokens + self.check_every for r in requests), reverse=True)
+        self._allocate(wanted, sizes)
+        self._forward.refresh()
+        stats.rows, stats.fused, stats.cuda_graph = wanted, self._forward.fused is not None, self._graphs.enabled
+        self.table = RowTable(requests, wanted)
+        self.waiting = lexicographic([as_ids(r.context) for r in requests])
+
+    def close(self) -> None:
+        """Ends a call, whole or broken off."""
+        if self.pool is not None:
+            for row in range(self.table.count):
+                self.pool.drop(self._row_pages(row))
+            self._forget_carry()
+            self.stats.cache_peak_bytes = self.pool.peak * self.pool.page_bytes
+            if self.pool.used:  # the call was broken off while pages were on their way to a row
+                self.release()
+        self._requests = ()
+        self._held_R[:] = 0
+        self.stats.cuda_graph = self._graphs.enabled
+        self.stats.cuda_graphs_captured = self._graphs.take_captured()
+
+    def rest(self) -> None:
+        """The learner works next: pages that take more than an eighth of the device's memory are given back."""
+        if self.pool is not None and self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            if self.pool.pages * self.pool.page_bytes > total // 8:
+                self.release()
+
+    def release(self) -> None:
+        """Frees pages, state and graphs."""
+        self._graphs.clear()
+        self._scratch.clear()
+        self.pool = None
+        self._forward.release()
+
+    def _allocate(self, rows: int, sizes: list[int]) -> None:
+        """A pool for what the rows can need at most, within the budget, and the device's state for so many rows."""
+        longest = pages_for(sizes[0])
+        per_page = PAGE * bytes_per_token(self._layers, self._dtype)
+        need = sum(map(pages_for, sizes[:rows])) + rows + longest + 2  # `_fitting` asks for a page to grow
+        pool = self.pool
+        budget = self._cache_bytes
+        if budget is None and self.device.type == "cuda":
+            own = 0 if pool is None else pool.pages * pool.page_bytes
+            kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            budget = (torch.cuda.mem_get_info(self.device)[0] + kept + own) // 2
+        fitting = (4 << 30 if budget is None else budget) // per_page
+        least = longest + 3
+        wanted = max(least, min(need, fitting))
+        if pool is None or pool.pages < max(least, wanted * 9 // 10):
+            self.release()
+            pool = self.pool = PagePool(self._layers, wanted, self._dtype, self.device)
+        pool.peak = 0
+        self.stats.cache_bytes = pool.pages * pool.page_bytes
+        columns = max(pages_for(length_bucket(sizes[0])), pages_for(self.check_every) + 1)
+        if self._table_RM.shape[0] < step_rows(rows) or self._table_RM.shape[1] < columns:
+            self._graphs.clear()
+            self._make_state(step_rows(rows), columns)
+
+    def _make_state(self, rows: int, columns: int) -> None:
+        device, check = self.device, self.check_every
+        self._pages_RM, self._held_R = np.zeros((rows, columns), np.int32), np.zeros(rows, np.int64)
+        self._table_RM = torch.zeros(rows, columns, dtype=torch.int32, device=device)
+        self._tokens_R, self._lengths_R = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        self._uniform_RC, self._logprobs_RC = torch.zeros(2, rows, check, dtype=torch.float32, device=device)
+        self._ids_RC = torch.zeros(rows, check, dtype=torch.int64, device=device)
+        self._column_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        self._most_items = 4 * rows + 2 * PROGRAMS
+        self._single_I5, self._shared_I5 = torch.zeros(2, self._most_items, 5, dtype=torch.int32, device=device)
+        self._splits_R = torch.zeros(rows, dtype=torch.int32, device=device)
+
+    # Admitting requests
+
+    def admit(self, sampling: Sampling) -> int:
+        """Lets waiting requests run where enough rows and pages are free; returns the tokens drawn."""
+        drawn, rows = 0, self.stats.rows
+        if self.table.count and rows - self.table.count < max(1, rows // 16):
+            return 0  # admitting one by one would run a prefill for every step
+        while self.waiting and self.table.count < rows:
+            taken = self._prefill(self.waiting[: rows - self.table.count], sampling)
+            if not taken:
+                break
+            drawn += taken
+            del self.waiting[:taken]
+        if not self.waiting:
+            self._forget_carry()
+        return drawn
+
+    def _prefill(self, candidates: list[int], sampling: Sampling) -> int:
+        """Prefills as many candidates as fit into one forward and the pool; returns how many."""
+        begin = time.perf_counter()
+        table = self.table
+        contexts = [table.so_far(i, as_ids(self._requests[i].context)) for i in candidates]
+        fitting = self._fitting(contexts)
+        if not fitting:
+            return 0
+        plan = plan_prefill(
+            contexts[:fitting], None if self._carry is None else self._carry.context, self.prefill_tokens
+        )
+        taken = len(plan.paths)
+        chosen = np.array(candidates[:taken], np.int64)
+        pages, logits_NV = self._forward_contexts(contexts[:taken], plan)
+        before = table.resumed[chosen]
+        ids_N, logprobs_N = self._first_draw(logits_NV, table.streams[chosen], before, sampling)
+        ended = table.record(chosen, before, ids_N[:, None], logprobs_N[:, None], self._stops_V)
+        goes_on = np.flatnonzero(~ended)
+        lengths = np.array([len(context) for context in contexts[:taken]], np.int64)
+        places = iter(table.append(chosen[goes_on], ids_N[goes_on], lengths[goes_on]))
+        for i in range(taken):
+            if ended[i]:
+                self._held().drop(pages[i])
+            else:
+                row, count = next(places), len(pages[i])
+                self._pages_RM[row, :count], self._held_R[row] = pages[i], count
+        self._look = 0
+        self.stats.prefills += bool(len(plan.tokens))
+        self.stats.prefilled_tokens += len(plan.tokens)
+        self.stats.saved_tokens += int(lengths.sum()) - len(plan.tokens)
+        self.stats.prefill_seconds += time.perf_counter() - begin
+        return taken
+
+    def _fitting(self, contexts: list[Ids]) -> int:
+        """How many of the contexts the pool can hold, with a page to grow for every row."""
+        pool = self._held()
+        previous = np.zeros(0, np.int32) if self._carry is None else self._carry.context
+        free = pool.free - self.table.count
+        for count, context in enumerate(contexts):
+            shared = shared_prefix(previous, context)
+            free -= pages_for(len(context)) - shared // PAGE + 1
+            if free < 0:
+                if count or self.table.count:
+                    return count
+                self._forget_carry()  # nothing runs and one context does not fit: the carry holds the rest
+                return 1
+            previous = context
+        return len(contexts)
+
+    def _forward_contexts(self, contexts: list[Ids], plan: PrefillPlan) -> tuple[list[Pages], Tensor]:
+        """Each context's pages, filled, and its next-token logits [N, V]. The last one becomes the carry."""
+        carry = self._carry
+        before = None if carry is None else (carry.context, carry.pages)
+        pages, attention = lay_out(self._held(), before, contexts, plan)
+        if len(plan.tokens):
+            tokens, positions = (torch.from_numpy(a).to(self.device) for a in (plan.tokens, plan.positions))
+            ends = torch.tensor(plan.ends, device=self.device)
+            fresh_NV = self._forward.logits(tokens, positions, attention, ends)
+            first = torch.zeros_like(fresh_NV[:1]) if carry is None else carry.logits_V[None]
+            logits_NV = torch.cat([first, fresh_NV])
+        else:
+            assert carry is not None
+            for layer in range(len(self._layers)):
+                attention.stored(layer)
+            logits_NV = carry.logits_V[None]
+        kept = self._held().share(pages[-1])
+        self._forget_carry()
+        self._carry = _Carry(contexts[-1], kept, logits_NV[plan.logits[-1]].clone())
+        return pages, logits_NV[torch.tensor(plan.logits, device=self.device)]
+
+    def _first_draw(
+        self, logits_NV: Tensor, streams: Ints, index: Ints, sampling: Sampling
+    ) -> tuple[Ints, NDArray[np.float32]]:
+        """Tokens and log-probs [N] that follow the contexts."""
+        count, device = len(streams), self.device
+        uniform = uniforms(torch.from_numpy(streams).to(device), torch.from_numpy(index).to(device))
+        tokens, lengths, ids = torch.zeros(3, count, 1, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(count, 1, device=device)
+        column = torch.zeros(1, dtype=torch.int64, device=device)
+        draw_column(logits_NV, uniform[:, None], column, tokens[:, 0], lengths[:, 0], ids, logprobs, sampling)
+        return ids[:, 0].cpu().numpy(), logprobs[:, 0].cpu().numpy()
+
+    # Drawing
+
+    def advance(self, sampling: Sampling) -> int:
+        """Draws up to `check_every` tokens for each running row and lets ended rows go; returns the tokens kept."""
+        table = self.table
+        left = table.limits[table.request[: table.count]] - table.drawn[: table.count]
+        steps = min(self.check_every, int(left.max()))
+        self._make_room(steps)
+        active = slice(0, table.count)
+        ids_RC, logprobs_RC = self._run(steps, sampling)
+        before = int(table.lengths_of.sum())
+        request = table.request[active].copy()
+        ended = table.record(request, table.drawn[active], ids_RC, logprobs_RC, self._stops_V)
+        drawn_by_ended = int(table.lengths_of.sum()) - before - int(table.drawn[active][ended].sum())
+        table.token[active] = ids_RC[:, -1]
+        table.length[active] += steps
+        table.drawn[active] += steps
+        self.stats.steps += steps
+        self.stats.row_steps += steps * self._shape.rows
+        if ended.any():
+            for row in np.flatnonzero(ended).tolist():
+                self._held().drop(self._row_pages(row))
+            kept = np.flatnonzero(~ended)
+            self._pages_RM[: len(kept)], self._held_R[: len(kept)] = self._pages_RM[kept], self._held_R[kept]
+            table.keep(kept)
+            self._look = 0
+        return drawn_by_ended + steps * int((~ended).sum())
+
+    def _make_room(self, steps: int) -> None:
+        """Gives every row the pages of its coming tokens; puts the last rows back where there are too few."""
+        table, pool = self.table, self._held()
+        while True:
+            missing_R = -(-(table.length[: table.count] + steps) // PAGE) - self._held_R[: table.count]
+            missing_R = missing_R.clip(0)
+            if int(missing_R.sum()) <= pool.free:
+                break
+            if self._carry is not None:
+                self._forget_carry()
+                continue
+            self._put_back_last()
+        row = np.repeat(np.arange(table.count), missing_R)
+        behind = np.arange(len(row)) - np.repeat(np.cumsum(missing_R) - missing_R, missing_R)
+        self._pages_RM[row, self._held_R[row] + behind] = pool.take(len(row))
+        self._held_R[: table.count] += missing_R
+
+    def _put_back_last(self) -> None:
+        """The row admitted last waits again, with what it has drawn."""
+        table = self.table
+        assert table.count > 1, "the pool holds the longest request"
+        self._held().drop(self._row_pages(table.count - 1))
+        self.waiting.append(table.put_back(table.count - 1))
+        contexts = [table.so_far(i, as_ids(self._requests[i].context)) for i in self.waiting]
+        self.waiting = [self.waiting[i] for i in lexicographic(contexts)]
+        self.stats.put_back += 1
+        self._look = 0
+
+    def _row_pages(self, row: int) -> Pages:
+        return self._pages_RM[row, : self._held_R[row]]
+
+    def _run(self, steps: int, sampling: Sampling) -> tuple[Ints, NDArray[np.float32]]:
+        """Advances all rows by `steps` tokens; returns ids and log-probs [running, steps] of the running ones."""
+        running = self.table.count
+        self._place()
+        key = (self._shape, sampling)
+        for _ in range(steps):
+            self._graphs.step(key, self._step, (self._tokens_R, self._lengths_R, self._column_1))
+        ids_RC = self._ids_RC[:running, :steps].cpu().numpy()
+        return ids_RC, self._logprobs_RC[:running, :steps].cpu().numpy()
+
+    def _place(self) -> None:
+        """Sets the device's state from the host's."""
+        table, device = self.table, self.device
+        running = table.count
+        active = slice(0, running)
+        rows = step_rows(running)
+        columns = int(self._held_R[:running].max())
+        self._table_RM[:running, :columns] = torch.from_numpy(self._pages_RM[:running, :columns]).to(device)
+        self._table_RM[running:rows] = 0
+        state = np.stack([table.token[active], table.length[active], table.streams[table.request[active]],
+                          table.drawn[active]])  # fmt: skip
+        tokens_R, lengths_R, streams_R, drawn_R = torch.from_numpy(state).to(device)
+        self._tokens_R[:running], self._lengths_R[:running] = tokens_R, lengths_R
+        self._lengths_R[running:rows] = 0
+        coming_RC = drawn_R[:, None] + torch.arange(self.check_every, device=device)
+        self._uniform_RC[:running] = uniforms(streams_R[:, None], coming_RC)
+        self._column_1.zero_()
+        if self._look % REPLAN == 0 or rows != self._shape.rows:
+            self._plan_items(rows)
+        self._look += 1
+        pool = self._held()
+        if pool.used == pool.peak:
+            alive = int(table.length[:running].sum()) - self._spared
+            self.stats.cache_live_bytes = alive * pool.page_bytes // PAGE
+
+    def _plan_items(self, rows: int) -> None:
+        """Cuts the attention of the coming steps into pieces of about equal size."""
+        lengths = self.table.length[: self.table.count] + 1
+        held = self._held_R[: len(lengths)]
+        common = common_pages(self._pages_RM[: len(lengths), : int(held.max())], held)
+        self._spared = PAGE * int(common.sum())
+        if not has_kernels(self.device):
+            self._shape = Shape(rows, 0, 0, 1)
+            return
+        groups = groups_of(common, len(lengths), shared_rows(self._group_size()))
+        spared = sum((count - 1) * shared * PAGE for _, count, shared in groups)
+        work = (int(lengths.sum()) - spared) * self._kv_heads
+        chunk = max(MIN_CHUNK, -(-work // (PROGRAMS * 64)) * 64)
+        items = cut(groups, lengths, chunk)
+        while max(len(items.single_I5), len(items.shared_I5)) > self._most_items:
+            chunk *= 2
+            items = cut(groups, lengths, chunk)
+        splits = 1 << (int(items.splits_R.max()) - 1).bit_length()
+        single = min(self._most_items, length_bucket(max(rows, len(items.single_I5))))
+        shared = min(self._most_items, length_bucket(len(items.shared_I5))) if len(items.shared_I5) else 0
+        self._shape = Shape(rows, single, shared, splits)
+        self._single_I5[:single] = 0
+        self._single_I5[: len(items.single_I5)] = torch.from_numpy(items.single_I5).to(self.device)
+        self._shared_I5[:shared] = 0
+        self._shared_I5[: len(items.shared_I5)] = torch.from_numpy(items.shared_I5).to(self.device)
+        self._splits_R[:rows] = 0
+        self._splits_R[: len(lengths)] = torch.from_numpy(items.splits_R).to(self.device)
+
+    def _group_size(self) -> int:
+        config = self.model.config.get_text_config()
+        return max(1, int(config.num_attention_heads) // min(layer.kv_heads for layer in self._layers))
+
+    def _attention(self) -> PagedDecode:
+        """The step's attention, over the state as it is on the device."""
+        shape = self._shape
+        rows = shape.rows
+        lengths_R = self._lengths_R[:rows]
+        table_RM = self._table_RM[:rows]
+        page_R = table_RM.gather(1, (lengths_R // PAGE)[:, None])[:, 0]
+        slots_R = page_R.long() * PAGE + lengths_R % PAGE
+        scratch, splits_R = None, None
+        if shape.splits > 1:
+            splits_R = self._splits_R[:rows]
+            scratch = self._scratch.get((rows, shape.splits))
+            if scratch is None:
+                heads = self._group_size() * self._kv_heads
+                widest = max(layer.value_dim for layer in self._layers)
+                size = (rows, shape.splits, heads, widest)
+                part = torch.empty(size, dtype=torch.float32, device=self.device)
+                scratch = self._scratch[rows, shape.splits] = (part, torch.empty_like(part[..., 0]))
+        shared_I5 = self._shared_I5[: shape.shared] if shape.shared else None
+        single_I5 = self._single_I5[: shape.single]
+        return PagedDecode(self._held(), table_RM, lengths_R, slots_R, single_I5, shared_I5, splits_R, scratch)
+
+    def _step(self, key: tuple[Shape, Sampling]) -> None:
+        """One token for each row. Everything stays on the device, in place: the whole step can be captured."""
+        shape, sampling = key
+        rows = shape.rows
+        tokens_R, lengths_R = self._tokens_R[:rows], self._lengths_R[:rows]
+        logits_RV = self._forward.logits(tokens_R, lengths_R.clamp(max=self._last_position), self._attention(), None)
+        outputs = self._ids_RC[:rows], self._logprobs_RC[:rows]
+        draw_column(logits_RV, self._uniform_RC[:rows], self._column_1, tokens_R, lengths_R, *outputs, sampling)
+        self._column_1.add_(1)
+
+    # Pages
+
+    def _held(self) -> PagePool:
+        assert self.pool is not None, "a call is open"
+        return self.pool
+
+    def _forget_carry(self) -> None:
+        if self._carry is not None:
+            self._held().drop(self._carry.pages)
+            self._carry = None

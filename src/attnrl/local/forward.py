@@ -1,0 +1,104 @@
+"""The model's forward over pages, fused where it can be, and the draw that ends a step.
+
+Shapes: T tokens, R rows, V vocabulary, C columns of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnrl.attention.paged import has_kernels
+from attnrl.attention.pages import LayerShape, PagePool, pages_for, slots_of
+from attnrl.local.cache import attending, sampling_mode
+from attnrl.local.draw import draw
+from attnrl.local.fused import FusedDecoder, Recorded, agrees, fuse
+from attnrl.local.layout import prefill_attention, query_blocks
+from attnrl.types import Sampling
+
+_TEXT = 40  # tokens over which the fused forward is compared with the model's own
+
+
+class Forward:
+    """Next-token logits over pages. `fused` is the fused forward, where the model's modules and numbers allow it."""
+
+    def __init__(self, model: Any, layers: Sequence[LayerShape], dtype: torch.dtype) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.fused: FusedDecoder | None = None
+        fused = fuse(model, self.device)
+        if fused is not None:
+            self._compare(fused, layers, dtype)
+
+    def refresh(self) -> None:
+        """Takes over the weights as they are now."""
+        if self.fused is not None:
+            self.fused.refresh()
+
+    def release(self) -> None:
+        """Frees what `refresh` copies."""
+        if self.fused is not None:
+            self.fused.release()
+
+    def logits(self, tokens_T: Tensor, positions_T: Tensor, plan: Any, ends: Tensor | None) -> Tensor:
+        """Next-token logits after the packed tokens `ends` of a prefill, or after every row's token."""
+        if self.fused is not None:
+            hidden_TW = self.fused.hidden(tokens_T, positions_T, plan)
+            logits: Tensor = self.model.get_output_embeddings()(hidden_TW if ends is None else hidden_TW[ends])
+            return logits
+        with attending(plan):
+            if ends is None:
+                tokens_R1, positions_R1 = tokens_T[:, None], positions_T[:, None]
+                logits = self.model(input_ids=tokens_R1, position_ids=positions_R1, use_cache=False).logits
+                return logits[:, -1]
+            logits = self.model(
+                input_ids=tokens_T[None], position_ids=positions_T[None], logits_to_keep=ends, use_cache=False
+            ).logits
+            return logits[0]
+
+    def _compare(self, fused: FusedDecoder, layers: Sequence[LayerShape], dtype: torch.dtype) -> None:
+        """Keeps the fused forward if it gives the model's own logits on a short text."""
+        most = getattr(self.model.config, "max_position_embeddings", None) or _TEXT
+        count = min(_TEXT, most)
+        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        positions = torch.arange(count, device=self.device)
+        tokens = positions * 7919 % vocabulary
+        pool = PagePool(layers, pages_for(count) + 1, dtype, self.device)
+        pages = pool.take(pages_for(count))
+        slots, nothing = slots_of(pages, np.arange(count)), np.zeros((2, 0), np.int64)
+        recorded = Recorded(prefill_attention(pool, [pages], slots, nothing, [query_blocks(0, 0, count, 0)]))
+        with sampling_mode(self.model):
+            theirs = self.logits(tokens, positions, recorded, positions)
+            fused.settings, self.fused = recorded.settings, fused
+            ours = self.logits(tokens, positions, recorded.plan, positions)
+        if not agrees(ours, theirs):
+            self.fused = None
+
+
+def draw_column(
+    logits_RV: Tensor,
+    uniform_RC: Tensor,
+    column_1: Tensor,
+    tokens_R: Tensor,
+    lengths_R: Tensor,
+    ids_RC: Tensor,
+    logprobs_RC: Tensor,
+    sampling: Sampling,
+) -> None:
+    """Draws a token a row at the column's uniform number; sets token, length, and the column of the outputs."""
+    if sampling.temperature > 0 and not sampling.top_k and has_kernels(logits_RV.device):
+        from attnrl.local.draw_triton import draw_into
+
+        state = (uniform_RC, column_1, tokens_R, lengths_R, ids_RC, logprobs_RC)
+        draw_into(logits_RV, *state, sampling.temperature, sampling.top_p)
+        return
+    uniform_R = uniform_RC.index_select(1, column_1)[:, 0]
+    ids_R, logprobs_R = draw(logits_RV, uniform_R, sampling)
+    ids_RC.index_copy_(1, column_1, ids_R[:, None])
+    logprobs_RC.index_copy_(1, column_1, logprobs_R[:, None])
+    tokens_R.copy_(ids_R)
+    lengths_R.add_(1)

@@ -1,0 +1,220 @@
+"""The forward of decoders built like Llama, with what lies between the matrix products fused.
+
+transformers' own forward launches about forty kernels a layer, most of them for a few numbers. Decoders of this family
+(Llama, Qwen2, Qwen3, Mistral and those with the same modules) are the same eleven here. Whether a model is one of them
+is seen by its modules and then by its numbers: a first forward is compared with transformers' own. Others run as
+they are.
+
+Shapes: T tokens, W width, H query heads, D head size, X all heads side by side, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnrl.attention.paged import has_kernels
+from attnrl.attention.pages import PagePool
+
+COPY_SHARE = 32  # gate and up weights are copied side by side where that takes at most this part of the memory
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+class Paged(Protocol):
+    """A plan over pages: `PagedDecode` or `PagedPrefill`."""
+
+    @property
+    def pool(self) -> PagePool: ...
+    @property
+    def slots_T(self) -> Tensor: ...
+    def stored(self, layer: int) -> None: ...
+    def read(self, layer: int, q: Tensor, scaling: float, window: int | None) -> Tensor: ...
+
+
+class Recorded:
+    """A plan over pages that also remembers each layer's scale and window, as the model passes them."""
+
+    def __init__(self, plan: Any) -> None:
+        self.plan = plan
+        self.settings: dict[int, tuple[float, int | None]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+        self.settings[layer] = (scaling, window)
+        out: Tensor = self.plan.attend(layer, q, k, v, scaling, window)
+        return out
+
+
+def _children(module: nn.Module) -> set[str]:
+    """Names of the children that hold weights, and of the activation."""
+    return {n for n, child in module.named_children() if n == "act_fn" or any(True for _ in child.parameters())}
+
+
+def _is_norm(module: Any, width: int) -> bool:
+    weight = getattr(module, "weight", None)
+    named = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+    return named and weight is not None and weight.shape == (width,)
+
+
+class _Joined:
+    """Linear modules over the same input as one product of their weights side by side.
+
+    The weights are copies that `refresh` renews; where the modules are no plain ones (adapters) or copies are not
+    wanted, each module runs by itself.
+    """
+
+    def __init__(self, parts: Sequence[Any], *, copy: bool) -> None:
+        self.parts = tuple(parts)
+        plain = all(type(part) is nn.Linear for part in parts) and len({part.bias is None for part in parts}) == 1
+        self.copy = copy and plain
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    def refresh(self) -> None:
+        """Copies the weights as they are now; a copy keeps its place in memory until `release`."""
+        if not self.copy:
+            return
+        weights = [part.weight for part in self.parts]
+        biases = [part.bias for part in self.parts if part.bias is not None]
+        if self.weight is None:
+            self.weight = torch.cat(weights)
+            self.bias = torch.cat(biases) if biases else None
+            return
+        torch.cat(weights, out=self.weight)
+        if self.bias is not None:
+            torch.cat(biases, out=self.bias)
+
+    def release(self) -> None:
+        self.weight = self.bias = None
+
+    def __call__(self, x_TW: Tensor) -> tuple[Tensor, ...]:
+        if self.weight is None:
+            return tuple(part(x_TW) for part in self.parts)
+        out_TX = F.linear(x_TW, self.weight, self.bias)
+        parts: tuple[Tensor, ...] = out_TX.split([part.out_features for part in self.parts], -1)
+        return parts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """One decoder layer in our terms."""
+
+    module: Any
+    heads: int
+    dim: int
+    qkv: _Joined
+    gate_up: _Joined
+
+    def norms(self) -> tuple[Tensor, Tensor, float] | None:
+        attention = self.module.self_attn
+        if not hasattr(attention, "q_norm"):
+            return None
+        return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
+
+
+def _read_layer(module: Any, *, copy: bool) -> _Layer | None:
+    """The layer in our terms, or None where it has other modules than we compute."""
+    if _children(module) != _LAYER or not _children(module.self_attn) >= _ATTENTION:
+        return None
+    attention, mlp = module.self_attn, module.mlp
+    extra = _children(attention) - _ATTENTION
+    dim = getattr(attention, "head_dim", None)
+    if extra not in (set(), {"q_norm", "k_norm"}) or _children(mlp) != _MLP or dim is None or dim % 2:
+        return None
+    if extra and not (_is_norm(attention.q_norm, dim) and _is_norm(attention.k_norm, dim)):
+        return None
+    width = mlp.gate_proj.in_features
+    if not all(_is_norm(n, width) for n in (module.input_layernorm, module.post_attention_layernorm)):
+        return None
+    if type(mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+        return None
+    qkv = _Joined((attention.q_proj, attention.k_proj, attention.v_proj), copy=True)
+    gate_up = _Joined((mlp.gate_proj, mlp.up_proj), copy=copy)
+    return _Layer(module, attention.q_proj.out_features // dim, dim, qkv, gate_up)
+
+
+class FusedDecoder:
+    """The decoder's forward from token ids to normed hidden states, over pages."""
+
+    def __init__(self, model: Any, layers: list[_Layer]) -> None:
+        from attnrl.local import fused_triton
+
+        self.kernels: Any = fused_triton
+        self.model = model
+        self.base = model.model
+        self.layers = layers
+        self.settings: dict[int, tuple[float, int | None]] = {}  # of each layer's attention: scale, window
+
+    def refresh(self) -> None:
+        """Copies the projections' weights as they are now; the copies keep their place in memory."""
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.qkv.refresh()
+                layer.gate_up.refresh()
+
+    def release(self) -> None:
+        """Frees the copies until the next `refresh`."""
+        for layer in self.layers:
+            layer.qkv.release()
+            layer.gate_up.release()
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: Paged) -> Tensor:
+        """Final hidden states [T, W], normed."""
+        kernels = self.kernels
+        x_TW = self.base.embed_tokens(tokens_T)
+        cos, sin = self.base.rotary_emb(x_TW[None], position_ids=positions_T[None])
+        cos_TD, sin_TD = cos[0].contiguous(), sin[0].contiguous()
+        after: Tensor | None = None
+        for i, layer in enumerate(self.layers):
+            attention, mlp = layer.module.self_attn, layer.module.mlp
+            norm = layer.module.input_layernorm
+            x_TW, normed_TW = kernels.add_norm(x_TW, after, norm.weight, norm.variance_epsilon)
+            q_TX, k_TX, v_TX = layer.qkv(normed_TW)
+            keys, values = plan.pool.keys[i], plan.pool.values[i]
+            kernels.rotate_store(q_TX, k_TX, v_TX, cos_TD, sin_TD, plan.slots_T, keys, values, layer.norms())
+            plan.stored(i)
+            q_THD = q_TX.unflatten(1, (layer.heads, layer.dim))
+            seen_TX = plan.read(i, q_THD, *self.settings[i])
+            norm = layer.module.post_attention_layernorm
+            x_TW, normed_TW = kernels.add_norm(x_TW, attention.o_proj(seen_TX), norm.weight, norm.variance_epsilon)
+            after = mlp.down_proj(kernels.gate(*layer.gate_up(normed_TW)))
+        norm = self.base.norm
+        normed: Tensor = kernels.add_norm(x_TW, after, norm.weight, norm.variance_epsilon)[1]
+        return normed
+
+
+def fuse(model: Any, device: torch.device) -> FusedDecoder | None:
+    """The fused forward of a model it fits by its modules, or None. Its numbers are still to be compared."""
+    base = getattr(model, "model", None)
+    needed = ("layers", "embed_tokens", "norm", "rotary_emb")
+    if base is None or not has_kernels(device) or not all(hasattr(base, name) for name in needed):
+        return None
+    if not _is_norm(base.norm, base.embed_tokens.embedding_dim):
+        return None
+    inner = sum(m.mlp.gate_proj.weight.nbytes * 2 for m in base.layers if hasattr(getattr(m, "mlp", None), "gate_proj"))
+    room = torch.cuda.get_device_properties(device).total_memory // COPY_SHARE if device.type == "cuda" else inner
+    layers = [_read_layer(module, copy=inner <= room) for module in base.layers]
+    if any(layer is None for layer in layers):
+        return None
+    fused = FusedDecoder(model, [layer for layer in layers if layer is not None])
+    fused.refresh()
+    return fused
+
+
+def agrees(ours_TV: Tensor, theirs_TV: Tensor) -> bool:
+    """Whether two forwards' logits are the same up to rounding; said where they are not."""
+    spread = float((theirs_TV - theirs_TV.mean(-1, keepdim=True)).float().square().mean().sqrt())
+    apart = float((ours_TV - theirs_TV).float().square().mean().sqrt())
+    allowed = 1e-3 if theirs_TV.dtype == torch.float32 else 5e-2
+    fine = apart <= allowed * max(spread, 1e-6)
+    if not fine:
+        share = apart / max(spread, 1e-6)
+        warnings.warn(f"the fused forward differs from the model's by {share:.1%}: sampling runs unfused", stacklevel=2)
+    return fine

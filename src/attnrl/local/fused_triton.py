@@ -1,0 +1,148 @@
+"""The elementwise parts of a decoder layer, each in one kernel.
+
+Shapes: T tokens, W width, H query heads, K key/value heads, D head size, F inner width of the feed-forward part.
+Every value that transformers' own modules round to the model's dtype is rounded here too, so both agree up to the
+rounding of sums.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# The kernels' parameters are Triton values, which have no Python types.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnrl.attention.pages import PAGE
+
+
+@triton.jit
+def _add_norm(X, Y, WEIGHT, SUM, NORMED, eps, W, BW: tl.constexpr, ADD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * W
+    w = tl.arange(0, BW)
+    here = w < W
+    x = tl.load(X + row + w, mask=here, other=0.0)
+    if ADD:
+        y = tl.load(Y + row + w, mask=here, other=0.0)
+        x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+        tl.store(SUM + row + w, x, mask=here)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / W + eps)
+    weight = tl.load(WEIGHT + w, mask=here, other=0.0)
+    normed = (wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
+    tl.store(NORMED + row + w, normed.to(x.dtype), mask=here)
+
+
+def add_norm(x_TW: Tensor, y_TW: Tensor | None, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + y, its root-mean-square norm); without y, x itself and its norm."""
+    tokens, width = x_TW.shape
+    normed_TW = torch.empty_like(x_TW)
+    sum_TW = x_TW if y_TW is None else torch.empty_like(x_TW)
+    block = triton.next_power_of_2(width)
+    _add_norm[(tokens,)](
+        x_TW, x_TW if y_TW is None else y_TW, weight_W, sum_TW, normed_TW, eps, width, block, y_TW is not None,
+        num_warps=min(8, max(1, block // 512)),
+    )  # fmt: skip
+    return sum_TW, normed_TW
+
+
+@triton.jit
+def _rotated(
+    X, here, half, WEIGHT, i, low, eps, c1, c2, s1, s2, D: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr
+):
+    """Both halves of x * cos + rotate_half(x) * sin, x normed first if asked; rounded where transformers rounds."""
+    x1 = tl.load(X, mask=here, other=0.0).to(tl.float32)
+    x2 = tl.load(X + half, mask=here, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+        w1 = tl.load(WEIGHT + i, mask=low, other=0.0).to(tl.float32)
+        w2 = tl.load(WEIGHT + half + i, mask=low, other=0.0).to(tl.float32)
+        x1 = ((x1 * scale).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
+        x2 = ((x2 * scale).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
+    y1 = (x1 * c1).to(dtype).to(tl.float32) + (-x2 * s1).to(dtype).to(tl.float32)
+    y2 = (x2 * c2).to(dtype).to(tl.float32) + (x1 * s2).to(dtype).to(tl.float32)
+    return y1.to(dtype), y2.to(dtype)
+
+
+@triton.jit
+def _rotate_store(
+    Q, KNEW, VNEW, COS, SIN, SLOTS, KEYS, VALUES, QNORM, KNORM, eps, q_pitch, k_pitch, v_pitch,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
+    BHALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(SLOTS + token)
+    half: tl.constexpr = D // 2
+    i = tl.arange(0, BHALF)[None, :]
+    low = i < half
+    dtype = Q.dtype.element_ty
+    c1 = tl.load(COS + token * D + i, mask=low, other=0.0).to(tl.float32)
+    c2 = tl.load(COS + token * D + half + i, mask=low, other=0.0).to(tl.float32)
+    s1 = tl.load(SIN + token * D + i, mask=low, other=0.0).to(tl.float32)
+    s2 = tl.load(SIN + token * D + half + i, mask=low, other=0.0).to(tl.float32)
+
+    h = tl.arange(0, BH)[:, None]
+    here = (h < H) & low
+    q = Q + token * q_pitch + h * D + i
+    y1, y2 = _rotated(q, here, half, QNORM, i, low, eps, c1, c2, s1, s2, D, NORM, dtype)
+    tl.store(q, y1, mask=here)
+    tl.store(q + half, y2, mask=here)
+
+    kv = tl.arange(0, BK)[:, None]
+    there = (kv < K) & low
+    k = KNEW + token * k_pitch + kv * D + i
+    y1, y2 = _rotated(k, there, half, KNORM, i, low, eps, c1, c2, s1, s2, D, NORM, dtype)
+    place = (slot // PAGE * K + kv) * PAGE + slot % PAGE
+    tl.store(KEYS + place * D + i, y1, mask=there)
+    tl.store(KEYS + place * D + half + i, y2, mask=there)
+
+    d = tl.arange(0, BD)[None, :]
+    v = tl.load(VNEW + token * v_pitch + kv * D + d, mask=(kv < K) & (d < D), other=0.0)
+    tl.store(VALUES + place * D + d, v, mask=(kv < K) & (d < D))
+
+
+def rotate_store(
+    q_TX: Tensor,
+    k_TX: Tensor,
+    v_TX: Tensor,
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    slots_T: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> None:
+    """Rotates queries in place, stores rotated keys and the values in their slots; `norms` come before the rotation."""
+    kv_heads, dim = keys.shape[1], keys.shape[3]
+    heads = q_TX.shape[1] // dim
+    q_norm, k_norm, eps = (q_TX, q_TX, 0.0) if norms is None else norms
+    _rotate_store[(q_TX.shape[0],)](
+        q_TX, k_TX, v_TX, cos_TD, sin_TD, slots_T, keys, values, q_norm, k_norm, eps, q_TX.stride(0), k_TX.stride(0),
+        v_TX.stride(0), heads, kv_heads, dim, triton.next_power_of_2(heads), triton.next_power_of_2(kv_heads),
+        triton.next_power_of_2(dim), triton.next_power_of_2(dim // 2), PAGE, norms is not None, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gate(GATE, UP, OUT, F, gate_pitch, up_pitch, B: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * B + tl.arange(0, B)
+    here = f < F
+    gate = tl.load(GATE + row * gate_pitch + f, mask=here, other=0.0)
+    up = tl.load(UP + row * up_pitch + f, mask=here, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(OUT + row * F + f, (active * up).to(gate.dtype), mask=here)
+
+
+def gate(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    tokens, width = gate_TF.shape
+    out_TF = torch.empty(tokens, width, dtype=gate_TF.dtype, device=gate_TF.device)
+    block = min(2048, triton.next_power_of_2(width))
+    _gate[(tokens, triton.cdiv(width, block))](
+        gate_TF, up_TF, out_TF, width, gate_TF.stride(0), up_TF.stride(0), block, num_warps=4
+    )
+    return out_TF

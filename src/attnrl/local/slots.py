@@ -1,0 +1,242 @@
+"""Running rows that own equal slots of one cache: what the sampler uses on a CPU.
+
+A row's keys and values are one run of memory, so attention needs no gathering; every row pays for the longest. On CUDA
+devices `batch.py` takes its place.
+
+Shapes: R rows of the step, C steps between two looks from the host, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attnrl.attention.pages import Ints, LayerShape, bytes_per_token
+from attnrl.local.cache import Blocks, DecodeAttention, KVCache, attending, row_blocks
+from attnrl.local.draw import draw, uniforms
+from attnrl.local.prefill import Carry, lexicographic, prefill
+from attnrl.local.rows import RowTable
+from attnrl.local.stats import SamplerStats, length_bucket, row_bucket
+from attnrl.types import Request, Sampling, as_ids
+
+
+class SlotBatch:
+    """The rows that run, their cache and their state on the device.
+
+    The state is four int64 vectors: the newest token of each row (drawn, not yet in the cache), its position, its
+    random stream, and how many tokens the row has drawn. With looks after several steps, rows beyond the running ones
+    are idle: they sit at position 0 and draw tokens nobody reads, so that shapes stay few.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[LayerShape],
+        dtype: torch.dtype,
+        stops_V: NDArray[np.bool_],
+        *,
+        rows: int,
+        check_every: int,
+        prefill_tokens: int,
+        cache_bytes: int | None,
+    ) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.rows = rows
+        self.check_every = check_every
+        self.prefill_tokens = prefill_tokens
+        self.waiting: list[int] = []
+        self.table = RowTable([], 0)
+        self.stats = SamplerStats()
+        self._layers, self._dtype, self._stops_V, self._cache_bytes = tuple(layers), dtype, stops_V, cache_bytes
+        # Between two looks a finished row runs on, and must not ask for a position the model does not have.
+        most = getattr(model.config, "max_position_embeddings", None)
+        self._last_position = None if check_every == 1 or most is None else most - 1
+        self._cache: KVCache | None = None
+        self._requests: Sequence[Request] = ()
+        self._carry: Carry | None = None
+        self._longest = 0
+        self._state_4R = torch.zeros(4, 0, dtype=torch.int64, device=self.device)
+        self._ids_RC = torch.zeros(0, check_every, dtype=torch.int64, device=self.device)
+        self._logprobs_RC = torch.zeros(0, check_every, dtype=torch.float32, device=self.device)
+
+    def rest(self) -> None:
+        """The learner works next: the cache is as large as the rows were long, and stays."""
+
+    def release(self) -> None:
+        """Frees the cache."""
+        self._use(None)
+        self._carry = None
+
+    def open(self, requests: Sequence[Request], stats: SamplerStats) -> None:
+        """Starts a call: all requests wait."""
+        self.stats, self._requests, self._carry = stats, requests, None
+        self._longest = max(len(r.context) + r.max_tokens for r in requests)
+        rows = self.stats.rows = self._rows_for(len(requests))
+        if self._cache is not None and self._cache.rows < rows:
+            self.release()
+        self.table = RowTable(requests, rows)
+        self.waiting = lexicographic([as_ids(r.context) for r in requests])
+
+    def close(self) -> None:
+        """Ends a call."""
+        self._requests, self._carry = (), None
+
+    def admit(self, sampling: Sampling) -> int:
+        """Lets waiting requests run where enough rows are free; returns the tokens drawn."""
+        drawn, rows = 0, self.stats.rows
+        refill = max(1, rows // 8)  # admitting one by one would run a prefill for every step
+        while self.waiting and (rows - self.table.count >= refill or not self.table.count):
+            taken = self._prefill(self.waiting[: rows - self.table.count], sampling)
+            drawn += taken
+            del self.waiting[:taken]
+        return drawn
+
+    def _prefill(self, candidates: list[int], sampling: Sampling) -> int:
+        """Prefills as many candidates as fit into one forward, draws their first token, lets the unfinished run."""
+        begin = time.perf_counter()
+        table = self.table
+        contexts = [as_ids(self._requests[i].context) for i in candidates]
+        done = prefill(self.model, contexts, self._carry, self.prefill_tokens, self.device)
+        taken = len(done.plan.paths)
+        chosen = np.array(candidates[:taken], np.int64)
+        streams = torch.from_numpy(table.streams[chosen]).to(self.device)
+        ids, logprobs = draw(done.logits_NV, uniforms(streams, torch.zeros_like(streams)), sampling)
+        first = ids.cpu().numpy()
+        nothing = np.zeros(taken, np.int64)
+        ended = table.record(chosen, nothing, first[:, None], logprobs.cpu().numpy()[:, None], self._stops_V)
+        goes_on = np.flatnonzero(~ended)
+        if len(goes_on):
+            paths = [done.plan.paths[i] for i in goes_on]
+            lengths = np.array([len(path) for path in paths], np.int64)
+            places = table.append(chosen[goes_on], first[goes_on], lengths)
+            cache = self._cache_for(int(lengths.max()) + self.check_every)
+            positions = np.concatenate([np.arange(n) for n in lengths])
+            cache.fill(np.repeat(places, lengths), positions, np.concatenate(paths), done.keys, done.values)
+            self._tidy(cache)
+            self._place()
+        self._carry = done.carry
+        self.stats.prefills += bool(len(done.plan.tokens))
+        self.stats.prefilled_tokens += len(done.plan.tokens)
+        self.stats.saved_tokens += sum(map(len, contexts[:taken])) - len(done.plan.tokens)
+        self.stats.prefill_seconds += time.perf_counter() - begin
+        return taken
+
+    def advance(self, sampling: Sampling) -> int:
+        """Draws up to `check_every` tokens for each running row and lets ended rows go; returns the tokens kept."""
+        table = self.table
+        running = table.count
+        active = slice(0, running)
+        left = table.limits[table.request[active]] - table.drawn[active]
+        steps = min(self.check_every, int(left.max()))
+        needed = int(table.length[active].max()) + steps
+        cache = self._cache_for(needed)
+        if self.check_every > 1:
+            blocks: Blocks = ((0, row_bucket(running, cache.rows), min(cache.capacity, length_bucket(needed))),)
+        else:
+            blocks = row_blocks(table.length[active], cache.capacity)
+        ids_RC, logprobs_RC = self._run(cache, steps, running, blocks, sampling)
+        before = int(table.lengths_of.sum())
+        request = table.request[active].copy()
+        ended = table.record(request, table.drawn[active], ids_RC, logprobs_RC, self._stops_V)
+        drawn_by_ended = int(table.lengths_of.sum()) - before - int(table.drawn[active][ended].sum())
+        table.token[active] = ids_RC[:, -1]
+        table.length[active] += steps
+        table.drawn[active] += steps
+        self.stats.steps += steps
+        self.stats.row_steps += steps * blocks[-1][1]
+        if ended.any():
+            source, target = table.remove(ended)
+            if len(source):
+                cache.move(source, target, int(table.length[: table.count].max()))
+            self._place()
+        return drawn_by_ended + steps * int((~ended).sum())
+
+    def _run(
+        self, cache: KVCache, steps: int, running: int, blocks: Blocks, sampling: Sampling
+    ) -> tuple[Ints, NDArray[np.float32]]:
+        """Advances all rows by `steps` tokens; returns ids and log-probs [running, steps] of the running ones.
+
+        No running row may reach its block's span on the way.
+        """
+        rows = blocks[-1][1]
+        assert steps <= self.check_every
+        assert all(span <= cache.capacity for _, _, span in blocks)
+        if rows > running:
+            self._state_4R[1, running:rows] = 0
+        for column in range(steps):
+            self._step(cache, blocks, column, sampling)
+        ids_RC = self._ids_RC[:running, :steps].cpu().numpy()
+        return ids_RC, self._logprobs_RC[:running, :steps].cpu().numpy()
+
+    def _step(self, cache: KVCache, blocks: Blocks, column: int, sampling: Sampling) -> None:
+        """One token for each row."""
+        rows = blocks[-1][1]
+        tokens_R, lengths_R, streams_R, drawn_R = self._state_4R[:, :rows]
+        position_R = lengths_R if self._last_position is None else lengths_R.clamp(max=self._last_position)
+        with attending(DecodeAttention(cache, lengths_R, blocks)):
+            logits_R1V: Tensor = self.model(
+                input_ids=tokens_R[:, None], position_ids=position_R[:, None], use_cache=False
+            ).logits
+        ids_R, logprobs_R = draw(logits_R1V[:, -1], uniforms(streams_R, drawn_R), sampling)
+        self._ids_RC[:rows, column] = ids_R
+        self._logprobs_RC[:rows, column] = logprobs_R
+        tokens_R.copy_(ids_R)
+        self._state_4R[1::2, :rows].add_(1)  # position and count
+
+    def _use(self, cache: KVCache | None) -> None:
+        self._cache = cache
+        rows = 0 if cache is None else cache.rows
+        if rows != self._state_4R.shape[1]:
+            self._state_4R = torch.zeros(4, rows, dtype=torch.int64, device=self.device)
+            self._ids_RC = torch.zeros(rows, self.check_every, dtype=torch.int64, device=self.device)
+            self._logprobs_RC = torch.zeros(rows, self.check_every, dtype=torch.float32, device=self.device)
+
+    def _tidy(self, cache: KVCache) -> None:
+        """Puts rows of similar length side by side where that saves a good part of the coming steps' attention."""
+        lengths = self.table.length[: self.table.count]
+        order = np.argsort(-lengths, kind="stable")
+        pairs = [row_blocks(n, cache.capacity) for n in (lengths, lengths[order])]
+        now, tidied = (sum((b - a) * span for a, b, span in blocks) for blocks in pairs)
+        if self.check_every == 1 and now > 1.2 * tidied:
+            moved = np.flatnonzero(order != np.arange(self.table.count))
+            cache.move(order[moved], moved, int(lengths.max()))
+            self.table.move(order[moved], moved)
+
+    def _place(self) -> None:
+        """Sets the device's state from the host's."""
+        table = self.table
+        active = slice(0, table.count)
+        streams = table.streams[table.request[active]]
+        state = np.stack([table.token[active], table.length[active], streams, table.drawn[active]])
+        self._state_4R[:, : table.count] = torch.from_numpy(state).to(self.device)
+
+    def _cache_for(self, needed: int) -> KVCache:
+        """The cache, grown if `needed` positions do not fit: by half at least, to no more than the call can need."""
+        cache = self._cache
+        most = length_bucket(self._longest + self.check_every)
+        if cache is None:
+            cache = KVCache(self._layers, self.stats.rows, length_bucket(needed), self._dtype, self.device)
+        elif cache.capacity < needed:
+            capacity = min(most, length_bucket(max(needed, cache.capacity * 3 // 2)))
+            used = min(cache.capacity, int(self.table.length[: self.table.count].max()))
+            cache = cache.grown(capacity, self.table.count, used)
+        if cache is not self._cache:
+            self._use(cache)
+            self._place()
+        self.stats.cache_bytes = cache.nbytes
+        return cache
+
+    def _rows_for(self, requests: int) -> int:
+        """How many rows may run at once: each must have room for the longest request."""
+        per_row = length_bucket(self._longest + self.check_every) * bytes_per_token(self._layers, self._dtype)
+        budget = 4 << 30 if self._cache_bytes is None else self._cache_bytes
+        fitting = max(1, budget // per_row)
+        wanted = row_bucket(requests, self.rows) if self.check_every > 1 else min(requests, self.rows)
+        return min(wanted, fitting)

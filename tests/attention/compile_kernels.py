@@ -1,0 +1,95 @@
+"""Compiles the kernels of sampling for compute capability 9.0, which needs no GPU, and prints what came out as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from attnrl.attention import paged_triton
+from attnrl.local import draw_triton, fused_triton
+
+BF16, INT32, INT64, FLOAT = "*bf16", "*i32", "*i64", "*fp32"
+POOL = {"Q": BF16, "KEYS": BF16, "VALUES": BF16, "TABLE": INT32, "LENGTHS": INT64, "ITEMS": INT32, "OUT": BF16}
+POOL |= {"PART": FLOAT, "LSE": FLOAT, "BLOCKS": INT32, "SPLITS": INT32, "scale2": "fp32"}
+HEADS = {"H": 12, "K": 2, "G": 6, "D": 128, "E": 128, "BD": 128, "BE": 128, "PAGE": 32, "WINDOW": False}
+HEADS |= {"PRECISION": "tf32"}
+LAYER = dict.fromkeys(
+    (
+        "X",
+        "Y",
+        "WEIGHT",
+        "SUM",
+        "NORMED",
+        "Q",
+        "KNEW",
+        "VNEW",
+        "COS",
+        "SIN",
+        "KEYS",
+        "VALUES",
+        "QNORM",
+        "KNORM",
+        "GATE",
+        "UP",
+        "OUT",
+    ),
+    BF16,
+)
+LAYER |= {"SLOTS": INT64, "eps": "fp32"}
+DRAW = {
+    "LOGITS": BF16,
+    "TOPS": FLOAT,
+    "SUMS": FLOAT,
+    "UNIFORM": FLOAT,
+    "LOGPROBS": FLOAT,
+    "inverse": "fp32",
+    "top_p": "fp32",
+}
+DRAW |= {"COLUMN": INT64, "TOKENS": INT64, "LENGTHS": INT64, "IDS": INT64}
+# name, kernel, types, constants, warps, stages
+KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
+    ("decode", paged_triton._decode, POOL, HEADS | {"BM": 16, "BN": 64, "DIRECT": False}, 4, 3),
+    ("shared", paged_triton._decode, POOL, HEADS | {"BM": 32, "BN": 64, "DIRECT": False}, 4, 3),
+    ("direct", paged_triton._decode, POOL, HEADS | {"BM": 16, "BN": 64, "DIRECT": True}, 4, 3),
+    ("join", paged_triton._join, POOL, HEADS | {"BS": 64}, 4, 3),
+    ("paths", paged_triton._paths, POOL, HEADS | {"BM": 64, "BN": 64}, 4, 3),
+    ("add_norm", fused_triton._add_norm, LAYER, {"BW": 2048, "ADD": True}, 4, 3),
+    ("rotate_store", fused_triton._rotate_store, LAYER, HEADS | {"BH": 16, "BK": 2, "BHALF": 64, "NORM": True}, 4, 3),
+    ("gate", fused_triton._gate, LAYER, {"B": 2048}, 4, 3),
+    ("chunk_stats", draw_triton._chunk_stats, DRAW, {"B": 4096}, 4, 3),
+    ("find", draw_triton._find, DRAW, {"B": 4096, "BC": 64}, 8, 3),
+    ("nucleus", draw_triton._nucleus, DRAW, {"B": 8192, "HALF": True}, 16, 3),
+    ("nucleus 32", draw_triton._nucleus, DRAW | {"LOGITS": FLOAT}, {"B": 8192, "HALF": False}, 16, 3),
+]
+
+
+def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int) -> Any:
+    """The compiled kernel; pointers and pitches are multiples of 16, as they are in use."""
+    names = kernel.arg_names
+    known = {name: value for name, value in constants.items() if name in names}
+    signature = {name: "constexpr" if name in known else types.get(name, "i32") for name in names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name.endswith("pitch")
+    }
+    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in known.items()}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+
+
+if __name__ == "__main__":
+    report = {}
+    for name, kernel, types, constants, warps, stages in KERNELS:
+        built = build(kernel, types, constants, warps, stages)
+        ptx = built.asm["ptx"]
+        report[name] = {
+            "shared": built.metadata.shared,
+            "wgmma": ptx.count("wgmma.mma_async"),
+            "mma": ptx.count("mma.sync"),
+            "wide_copies": ptx.count("cp.async.cg.shared.global"),
+        }
+    print(json.dumps(report))

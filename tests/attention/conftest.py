@@ -1,0 +1,5 @@
+"""Keeps torch to one thread: the tensors are tiny."""
+
+import torch
+
+torch.set_num_threads(1)

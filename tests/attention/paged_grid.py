@@ -1,0 +1,194 @@
+"""The kernels over pages and of drawing on small shapes; prints one JSON line a case. Run under TRITON_INTERPRET=1.
+
+TRITON_INTERPRET=1 python paged_grid.py        # on a CPU; with a CUDA device and without the variable: compiled
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from attnrl.attention import paged_triton
+from attnrl.attention.pages import PAGE, common_pages, cut, groups_of, pages_for
+from attnrl.local.draw import draw
+from attnrl.local.draw_triton import draw_into
+from attnrl.local.sampler import Sampler
+from attnrl.types import Request, Sampling, as_ids
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+def dense(q_HD: torch.Tensor, k_SKD: torch.Tensor, v_SKE: torch.Tensor, scale: float, window: int | None) -> Any:
+    """Attention of the newest position over all, in float64: [H, E]."""
+    groups = q_HD.shape[0] // k_SKD.shape[1]
+    k, v = (x.double().repeat_interleave(groups, 1) for x in (k_SKD, v_SKE))
+    scores = torch.einsum("hd,shd->hs", q_HD.double(), k) * scale
+    if window is not None:
+        scores[:, : max(0, len(k) - window)] = -torch.inf
+    return torch.einsum("hs,she->he", scores.softmax(-1), v)
+
+
+def filled(pages: int, kv: int, dim: int, value: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return (torch.randn(pages, kv, PAGE, n, device=DEVICE).to(dtype) for n in (dim, value))  # type: ignore[return-value]
+
+
+def run_of(pool: torch.Tensor, pages: Any, length: int) -> torch.Tensor:
+    """The tokens of a path, [length, K, D]."""
+    return pool[torch.as_tensor(pages).long().to(pool.device)].transpose(1, 2).flatten(0, 1)[:length]
+
+
+def decode_case(
+    lengths: list[int],
+    *,
+    heads: int = 4,
+    kv: int = 2,
+    dim: int = 16,
+    value: int | None = None,
+    window: int | None = None,
+    shared: int = 0,
+    chunk: int = 64,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """Rows of these lengths (the newest token included), the first three sharing pages; one idle row at the end."""
+    torch.manual_seed(0)
+    value = value or dim
+    rows, columns = len(lengths), pages_for(max(lengths))
+    order = np.random.default_rng(0).permutation(rows * columns).astype(np.int32) + 1
+    table = order.reshape(rows, columns)
+    table[1:3, :shared] = table[0, :shared]
+    keys, values = filled(rows * columns + 1, kv, dim, value, dtype)
+    keys[0] = values[0] = torch.nan  # nobody's page
+    for row, length in enumerate(lengths):  # what was never written may be anything
+        if length < columns * PAGE:
+            flat = torch.as_tensor(table[row]).long()[torch.arange(length, columns * PAGE) // PAGE]
+            values[flat.to(DEVICE), :, (torch.arange(length, columns * PAGE) % PAGE).to(DEVICE)] = torch.nan
+    held = np.array([pages_for(n) for n in lengths])
+    groups = groups_of(common_pages(table, held), rows, 4)
+    items = cut(groups, np.array(lengths), chunk)
+    most = max(1, int(items.splits_R.max()))
+    most = 1 << (most - 1).bit_length()
+    to = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(DEVICE)  # noqa: E731
+    q = torch.randn(rows + 1, heads, dim, device=DEVICE).to(dtype)
+    part = torch.full((rows + 1, most, heads, value), torch.nan, device=DEVICE)
+    splits = None if most == 1 else to(np.append(items.splits_R, 0).astype(np.int32))
+    out = paged_triton.decode(
+        q,
+        keys,
+        values,
+        to(np.concatenate([table, np.zeros((1, columns), np.int32)])),
+        to(np.append(np.array(lengths) - 1, 0)),
+        to(np.concatenate([items.single_I5, np.zeros((2, 5), np.int32)])),  # padding does nothing
+        to(items.shared_I5) if len(items.shared_I5) else None,
+        splits,
+        None if splits is None else (part, part[..., 0].contiguous()),
+        scale=0.3,
+        window=window,
+        tiles=((32, 4, 2), (32, 4, 2)),
+    )
+    worst = 0.0
+    for row, length in enumerate(lengths):
+        expected = dense(q[row], run_of(keys, table[row], length), run_of(values, table[row], length), 0.3, window)
+        worst = max(worst, float((out[row].view(heads, value).double() - expected).abs().max()))
+    return {"kind": "decode", "error": worst, "shared": len(items.shared_I5), "splits": most}
+
+
+def paths_case(*, dim: int = 16, value: int = 16, heads: int = 4, kv: int = 2, window: int | None = None) -> Any:
+    """Two paths that share a page, queries in blocks: one starts in the middle of a page, one at the root."""
+    torch.manual_seed(1)
+    keys, values = filled(8, kv, dim, value, torch.float32)
+    table = np.array([[3, 1, 7], [3, 5, 0]], np.int32)
+    blocks = [(0, 16, 40, 0), (16, 10, 56, 0), (26, 16, 0, 1), (42, 16, 16, 1), (58, 9, 32, 1)]
+    q = torch.randn(67, heads, dim, device=DEVICE)
+    arrays = (torch.from_numpy(table).to(DEVICE), torch.tensor(blocks, dtype=torch.int32, device=DEVICE))
+    out = paged_triton.paths(q, keys, values, *arrays, 16, scale=0.3, window=window, tile=(32, 4, 2))
+    worst = 0.0
+    for first, count, position, path in blocks:
+        for i in range(count):
+            length = position + i + 1
+            seen = (run_of(pool, table[path], length) for pool in (keys, values))
+            expected = dense(q[first + i], *seen, 0.3, window)
+            worst = max(worst, float((out[first + i].view(heads, value).double() - expected).abs().max()))
+    return {"kind": "paths", "error": worst}
+
+
+def draw_case(vocabulary: int, temperature: float, top_p: float = 1.0, dtype: Any = torch.float32) -> dict[str, Any]:
+    """Draws against `draw`, with impossible and equal tokens, at uniform numbers with 0 and the last below 1."""
+    torch.manual_seed(2)
+    rows = 24
+    logits = torch.randn(rows, vocabulary, device=DEVICE) * 3
+    logits[5:9] = logits[5:9].round()  # many equals
+    logits[:, ::3] = -torch.inf
+    logits[3, 1:] = -torch.inf
+    logits[3, 0] = 1.0
+    logits[4, vocabulary // 2] = torch.nan
+    logits = logits.to(dtype)
+    uniform = torch.rand(rows, 2, device=DEVICE)
+    uniform[0, 1], uniform[1, 1] = 0.0, 1 - 2.0**-24
+    tokens, lengths = torch.zeros(2, rows, dtype=torch.int64, device=DEVICE)
+    ids, logprobs = torch.full((rows, 2), -1, device=DEVICE), torch.zeros(rows, 2, device=DEVICE)
+    column = torch.ones(1, dtype=torch.int64, device=DEVICE)
+    draw_into(logits, uniform, column, tokens, lengths, ids, logprobs, temperature, top_p)
+    good = [row for row in range(rows) if row != 4]
+    expected, expected_logprobs = draw(logits[good], uniform[good, 1], Sampling(temperature, top_p))
+    return {
+        "kind": "draw",
+        "same": float((ids[good, 1] == expected).float().mean()),
+        "error": float((logprobs[good, 1] - expected_logprobs).abs().max()),
+        "nan_is_seen": bool(logprobs[4, 1].isnan()) and 0 <= int(ids[4, 1]) < vocabulary,
+        "untouched": bool((ids[:, 0] == -1).all()),
+        "state": bool((tokens == ids[:, 1]).all() and (lengths == 1).all()),
+    }
+
+
+def sampler_case(kind: str) -> dict[str, Any]:
+    """The whole sampler over pages with fused kernels, against the one over slots with transformers' own forward."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.4}
+    if kind == "qwen3":
+        model: Any = Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
+    else:
+        model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=9)).eval()
+    rng = np.random.default_rng(0)
+    base = as_ids(rng.integers(0, 37, 300))
+    contexts = [base[:3], base[:3], base[:40], as_ids([*base, 5]), as_ids([*base, 6]), as_ids([*base, 6])]
+    requests = [Request(context, 5, seed) for seed, context in enumerate(contexts)]
+    expected = Sampler(model, stop_ids=[1]).generate(requests, Sampling(), version=0)
+    model = model.to(DEVICE)
+    sampler = Sampler(model, stop_ids=[1], rows=8, check_every=3, paged=True)
+    got = sampler.generate(requests, Sampling(), version=0)
+    return {
+        "kind": f"sampler {kind}",
+        "fused": sampler.stats.fused,
+        "same": float(np.mean([a.ids.tolist() == b.ids.tolist() for a, b in zip(expected, got, strict=True)])),
+        "error": max(float(np.abs(a.logprobs - b.logprobs).max()) for a, b in zip(expected, got, strict=True)),
+        "tokens": sum(len(r.ids) for r in got),
+    }
+
+
+if __name__ == "__main__":
+    cases = [
+        decode_case([1, 33, 70, 64], chunk=32),
+        decode_case([1, 33, 70, 64], chunk=1000),  # one piece a row: nothing to join
+        decode_case([300, 290, 261, 40], shared=8, chunk=128),
+        decode_case([300, 290, 261, 40], shared=8, chunk=128, window=37),
+        decode_case([5, 90], heads=6, kv=1, dim=24, value=40, window=9, chunk=32),
+        decode_case([70, 33], dim=64, dtype=torch.float16),
+        paths_case(),
+        paths_case(window=11),
+        paths_case(dim=24, value=8, heads=3, kv=1),
+        draw_case(61, 1.0),
+        draw_case(9000, 0.7),
+        draw_case(61, 1.0, 0.9),
+        draw_case(9000, 0.6, 0.5),
+        draw_case(700, 0.6, 0.95, torch.bfloat16),
+        sampler_case("qwen3"),
+        sampler_case("mistral"),
+    ]
+    for case in cases:
+        print(json.dumps(case))

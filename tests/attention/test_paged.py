@@ -1,0 +1,125 @@
+"""The kernels over pages under Triton's interpreter and compiled for Hopper, and the bookkeeping of pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnrl.attention.pages import ENDLESS, PAGE, LayerShape, PagePool, common_pages, cut, groups_of, pages_for
+
+HERE = Path(__file__).parent
+
+
+def run(script: str, **env: str) -> list[dict[str, object]]:
+    """The JSON lines of a script in a process of its own: Triton reads TRITON_INTERPRET when kernels are defined."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check_grid(rows: list[dict[str, object]]) -> None:
+    kinds = [str(row["kind"]) for row in rows]
+    assert kinds == ["decode"] * 6 + ["paths"] * 3 + ["draw"] * 5 + ["sampler qwen3", "sampler mistral"]
+    assert [row["splits"] for row in rows[:6]] == [2, 1, 4, 4, 2, 1]
+    assert all(row["shared"] == 2 for row in rows[2:4])
+    for row in rows:
+        assert row["error"] < (2e-2 if row is rows[5] else 1e-4), row  # type: ignore[operator]
+    for row in rows[9:14]:
+        assert (row["same"], row["nan_is_seen"], row["untouched"], row["state"]) == (1.0, True, True, True), row
+    for row in rows[14:]:
+        assert (row["same"], row["fused"]) == (1.0, True), row
+        assert row["tokens"] >= 12, row  # type: ignore[operator]
+
+
+def test_kernels_and_sampler_under_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
+    check_grid(run("paged_grid.py", TRITON_INTERPRET="1"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; the interpreter test runs everywhere")
+def test_kernels_and_sampler_compiled() -> None:
+    check_grid(run("paged_grid.py"))
+
+
+def test_kernels_compile_for_hopper_without_a_gpu() -> None:
+    pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
+    [built] = run("compile_kernels.py")
+    assert built["decode"]["mma"] > 0  # type: ignore[index]
+    assert built["paths"]["wgmma"] > 0  # type: ignore[index]
+    for name, kernel in built.items():
+        assert kernel["shared"] < 113 * 1024, name  # type: ignore[index]
+
+
+def test_pages_are_held_shared_and_let_go() -> None:
+    pool = PagePool([LayerShape(2, 4, 6), LayerShape(1, 4, 2)], 6, torch.float32, torch.device("cpu"))
+    assert pool.page_bytes == PAGE * 4 * (2 * 10 + 6)
+    a = pool.take(3)
+    b = np.concatenate([pool.share(a[:2]), pool.take(1)])
+    assert sorted({*a.tolist(), *b.tolist()}) == [1, 2, 3, 4]  # never page 0
+    assert (pool.used, pool.free, pool.peak) == (4, 1, 4)
+    pool.drop(a)
+    assert pool.used == 3  # b still holds two of a's
+    pool.drop(b)
+    assert (pool.used, pool.peak) == (0, 4)
+    with pytest.raises(AssertionError):
+        pool.take(6)
+
+
+def test_tokens_are_stored_in_slots_and_copied() -> None:
+    pool = PagePool([LayerShape(2, 4, 4)], 4, torch.float32, torch.device("cpu"))
+    keys = torch.arange(24.0).view(3, 2, 4)
+    slots = torch.tensor([PAGE + 5, 2 * PAGE, 3 * PAGE - 1])
+    pool.store(0, slots, keys, -keys)
+    assert torch.equal(pool.keys[0][1, :, 5], keys[0])
+    assert torch.equal(pool.values[0][2, :, 0], -keys[1])
+    pool.copy(0, slots[1:], torch.tensor([3 * PAGE + 7, PAGE]))
+    assert torch.equal(pool.keys[0][3, :, 7], keys[1])
+    assert torch.equal(pool.values[0][1, :, 0], -keys[2])
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=9),
+    st.lists(st.integers(0, 12), min_size=9, max_size=9),
+    st.integers(1, 400),
+    st.integers(1, 6),
+)
+def test_every_token_of_every_row_is_read_by_exactly_one_item(
+    pages: list[int], alike: list[int], chunk: int, most: int
+) -> None:
+    """Also where neighbours share beginnings, and whatever the pieces' size; an item's rows hold the same pages."""
+    table = np.zeros((len(pages), 40), np.int32)
+    free = iter(range(1, 10_000))
+    for row, count in enumerate(pages):
+        shared = min(alike[row], count - 1, pages[row - 1] - 1) if row else 0
+        own = [next(free) for _ in range(count - shared)]
+        table[row, :count] = [*table[row - 1, :shared], *own]
+    lengths = np.array(pages) * PAGE - np.arange(len(pages)) % PAGE
+    groups = groups_of(common_pages(table, np.array(pages)), len(pages), most)
+    items = cut(groups, lengths, chunk)
+    read = [np.zeros(n, int) for n in lengths]
+    splits: list[list[int]] = [[] for _ in pages]
+    for first, rows, start, end, split in [*items.single_I5.tolist(), *items.shared_I5.tolist()]:
+        assert rows <= most
+        for row in range(first, first + rows):
+            stop = int(lengths[row]) if end == ENDLESS else end
+            assert (table[row, : pages_for(stop)] == table[first, : pages_for(stop)])[start // PAGE :].all()
+            read[row][start:stop] += 1
+            splits[row].append(split)
+    assert all((tokens == 1).all() for tokens in read)
+    assert [sorted(s) for s in splits] == [list(range(n)) for n in items.splits_R]

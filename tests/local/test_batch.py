@@ -1,0 +1,166 @@
+"""The sampler over pages, without its kernels, on a CPU: the same draws as over slots, with pages that come and go."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from attnrl.attention.pages import PAGE
+from attnrl.errors import TrainingError
+from attnrl.local.batch import PagedBatch
+from attnrl.local.sampler import Sampler
+from attnrl.types import Request, Rollout, Sampling, as_ids
+
+VOCABULARY = 61
+STOPS = (3, 4)
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+PAGE_BYTES = PAGE * 2 * 2 * (8 + 8) * 4  # layers, heads, key and value, float32
+
+
+def build(kind: str = "llama") -> Any:
+    torch.manual_seed(0)
+    if kind == "mistral":
+        return MistralForCausalLM(MistralConfig(**SIZES, initializer_range=0.25, sliding_window=9)).eval()
+    if kind == "gpt2":
+        shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
+        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **shape, initializer_range=0.25)).eval()
+    return LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.25)).eval()
+
+
+def paged(model: Any, **settings: Any) -> tuple[Sampler, PagedBatch]:
+    sampler = Sampler(model, stop_ids=settings.pop("stop_ids", STOPS), paged=True, **settings)
+    assert isinstance(sampler.batch, PagedBatch)
+    return sampler, sampler.batch
+
+
+def branches() -> list[Request]:
+    """Trunks and branches of three prompts, some longer than two pages, equal ones among them, in mixed order."""
+    rng = np.random.default_rng(0)
+    requests = []
+    for prompt in (1, 33, 70):
+        trunk = as_ids(rng.integers(0, VOCABULARY, prompt + 40))
+        for kept in (0, 0, 31, 40, 40):
+            requests.append(Request(trunk[: prompt + kept], int(rng.integers(3, 40)), int(rng.integers(2**60))))
+    return [requests[i] for i in rng.permutation(len(requests))]
+
+
+def same(a: list[Rollout], b: list[Rollout]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert (x.ids.tolist(), x.finish) == (y.ids.tolist(), y.finish)
+        np.testing.assert_allclose(x.logprobs, y.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.3, top_p=0.8, top_k=9)])
+def test_the_same_draws_as_over_slots(kind: str, sampling: Sampling) -> None:
+    model = build(kind)
+    requests = branches()
+    expected = Sampler(model, stop_ids=STOPS, rows=4).generate(requests, sampling, version=0)
+    assert {r.finish for r in expected} == {"stop", "length"}
+    for settings in ({"rows": 1}, {"rows": 4, "check_every": 7, "prefill_tokens": 50}, {"rows": 64}):
+        sampler, batch = paged(model, **settings)
+        same(expected, sampler.generate(requests, sampling, version=0))
+        same(expected, sampler.generate(requests, sampling, version=0))  # pages and state are kept between calls
+        assert batch.pool is not None
+        assert batch.pool.used == 0
+
+
+def test_too_few_pages_put_rows_back_and_change_nothing() -> None:
+    """Nine pages for ten requests that grow to three each: rows stop, wait, and go on where they were."""
+    model = build()
+    requests = [Request(as_ids([5 + i % 4, 6]), 70 + i, seed) for i, seed in enumerate(range(10))]
+    expected = Sampler(model, stop_ids=()).generate(requests, Sampling(), version=0)
+    sampler, batch = paged(model, stop_ids=(), cache_bytes=10 * PAGE_BYTES, check_every=5)
+    same(expected, sampler.generate(requests, Sampling(), version=0))
+    assert sampler.stats.put_back > 0
+    assert sampler.stats.cache_peak_bytes <= 9 * PAGE_BYTES
+    assert batch.pool is not None
+    assert batch.pool.used == 0
+
+
+def test_the_pool_always_holds_the_longest_request() -> None:
+    model = build()
+    request = Request(as_ids(np.arange(50)), 150, 1)
+    [expected] = Sampler(model, stop_ids=()).generate([request], Sampling(), version=0)
+    sampler, _ = paged(model, stop_ids=(), cache_bytes=1)
+    same([expected] * 2, sampler.generate([request, request], Sampling(), version=0))
+
+
+def test_what_rows_share_is_stored_once() -> None:
+    """Six branches of one text of 100 tokens: three whole pages in common, and each its own last page."""
+    model = build()
+    trunk = as_ids(np.arange(100) % VOCABULARY)
+    requests = [Request(trunk, 20, seed) for seed in range(6)]
+    sampler, _ = paged(model, stop_ids=())
+    sampler.generate(requests, Sampling(), version=0)
+    assert sampler.stats.prefilled_tokens == 100
+    assert sampler.stats.cache_peak_bytes == (3 + 6) * PAGE_BYTES
+    lone = [Request(as_ids(np.append([seed], trunk)), 20, seed) for seed in range(6)]
+    sampler.generate(lone, Sampling(), version=0)
+    assert sampler.stats.cache_peak_bytes == 6 * 4 * PAGE_BYTES
+
+
+def test_pages_held_are_little_more_than_tokens_alive() -> None:
+    """Rows of mixed length: at the peak, half a page a row and the room of the coming steps."""
+    model = build()
+    requests = [Request(as_ids([7, i]), 10 + 23 * (i % 10), i) for i in range(30)]
+    sampler, _ = paged(model, stop_ids=(), rows=10, check_every=4)
+    sampler.generate(requests, Sampling(), version=0)
+    stats = sampler.stats
+    assert 0 < stats.cache_live_bytes < stats.cache_peak_bytes
+    assert stats.cache_peak_bytes - stats.cache_live_bytes <= 10 * PAGE_BYTES
+
+
+def test_a_call_that_breaks_off_leaves_the_next_one_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    requests = branches()
+    sampler, batch = paged(model, rows=4)
+    expected = sampler.generate(requests, Sampling(), version=0)
+    forward = batch._forward.logits
+    calls = itertools.count()
+
+    def fails(*args: Any) -> Any:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    monkeypatch.setattr(batch._forward, "logits", fails)
+    with pytest.raises(KeyboardInterrupt):
+        sampler.generate(requests, Sampling(), version=0)
+    same(expected, sampler.generate(requests, Sampling(), version=0))
+    sampler.release()
+    assert batch.pool is None
+    same(expected, sampler.generate(requests, Sampling(), version=0))
+
+
+def test_weights_changed_in_place_are_seen_and_nan_stops_it() -> None:
+    model = build()
+    sampler, _ = paged(model, stop_ids=())
+    request = Request(as_ids([5, 6, 7]), 20, 1)
+    [old] = sampler.generate([request], Sampling(), version=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.2)
+    [new] = sampler.generate([request], Sampling(), version=1)
+    assert old.ids.tolist() != new.ids.tolist()
+    same([new], Sampler(model, stop_ids=()).generate([request], Sampling(), version=1))
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    with pytest.raises(TrainingError, match="not finite"):
+        sampler.generate([request], Sampling(), version=2)
+
+
+def test_learned_positions_up_to_the_last() -> None:
+    """A model that is not fused, whose finished rows would run past its last position."""
+    model = build("gpt2")
+    rng = np.random.default_rng(0)
+    requests = [Request(as_ids(rng.integers(0, VOCABULARY, n)), 48 - n, n) for n in (40, 45, 47, 20, 2)]
+    expected = Sampler(model, stop_ids=STOPS).generate(requests, Sampling(), version=0)
+    sampler, _ = paged(model, check_every=16)
+    same(expected, sampler.generate(requests, Sampling(), version=0))
