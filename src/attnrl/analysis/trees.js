@@ -54,12 +54,15 @@ function forestMap(forest, chosen, choose) {
       group.append(hover(svg("rect", { x: sx(node.start), y: y + high - 8, width: Math.max(sx(node.stop) - sx(node.start) - 1, 1), height: 5, rx: 1.5, css: { fill: valueColour(node.value) } }),
         () => [line(`tree ${number + 1}, tokens ${node.start} to ${node.stop}`, "when"), line(`V ${node.value.toFixed(2)} · A ${signed(node.advantage)} · leaves below: ${node.leaves}`)]));
     end(group, tree, sx(tree.tokens), y + high / 2, `V ${tree.nodes[0].value.toFixed(2)}`);
-    if (!tree.branches.length) group.append(svg("text", { x: Math.min(sx(tree.tokens) + 24, width - 235), y: y + high / 2 + 4 }, `not branched: ${treeReasonName(tree.reason)}`));
     const pick = (branch) => () => choose(number, branch);
     put(group, { on: { click: pick(null), keydown: (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); choose(number, null); } } } }, []);
     root.append(group);
     const under = y + high - 3;
     y += high + 2;
+    if (!tree.branches.length) {
+      root.append(svg("text", { x: left, y: y + 9 }, `not branched: ${treeReasonName(tree.reason)}`));
+      y += 13;
+    }
     tree.branches.forEach((branch, n) => {
       const middle = y + low / 2, from = sx(branch.point), to = Math.max(sx(branch.point + branch.tokens), from + 14);
       const row = svg("g", { class: "rollout", on: { click: pick(n) } }, svg("rect", { class: "hit", x: 0, y, width, height: low, rx: 4 }),
