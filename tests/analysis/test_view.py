@@ -157,6 +157,7 @@ class TestInTheBrowser:
         browser.wait("/\\/\\d$/.test(location.hash)")
         browser.press("Escape")
         browser.wait("location.hash === '#trees'")
+        assert browser.wait("document.querySelector('tr.cursor')?.dataset.key") == keys[2]  # where the table was left
 
     def test_live_while_a_run_writes(
         self, browser: Browser, served: Callable[..., View], tmp_path: Path, make_run: Callable[..., Path]
