@@ -395,7 +395,7 @@ def run_tests(mutated: Mutated, tests: Sequence[str], examples: int) -> int:
     )
     hypothesis.settings.load_profile("mutants")
     sys.meta_path.insert(0, mutated)
-    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]))
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--tb=no", *tests]))
 
 
 def measure(file: str, *, sample: int, seed: int, examples: int) -> dict[str, Any]:
