@@ -371,8 +371,7 @@ def outcome(mutated: Mutated, tests: Sequence[str], examples: int, cpu: int, wal
     while time.monotonic() - began < wall:
         done, status, usage = os.wait4(child, os.WNOHANG)
         if done:
-            over = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
-            said, used = "survived" if status == 0 else "timeout" if over else "killed", usage.ru_utime + usage.ru_stime
+            said, used = verdict(status), usage.ru_utime + usage.ru_stime
             break
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
@@ -380,6 +379,16 @@ def outcome(mutated: Mutated, tests: Sequence[str], examples: int, cpu: int, wal
     if not used:
         os.waitpid(child, 0)
     return said, used
+
+
+def verdict(status: int) -> str:
+    """What the end of a child says of its mutant; the end by one of its limits is a timeout."""
+    code = os.waitstatus_to_exitcode(status)
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "timeout"
+    if code > 3:  # pytest's own: usage, no tests; and ours
+        raise SystemExit(f"a child ended with code {code}: its tests did not run")
+    return "survived" if code == 0 else "killed"
 
 
 def run_tests(mutated: Mutated, tests: Sequence[str], examples: int) -> int:
