@@ -21,6 +21,7 @@ import importlib.machinery
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -352,28 +353,42 @@ def module_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def outcome(mutated: Mutated, tests: Sequence[str], examples: int, limit: float) -> tuple[str, float]:
-    """ "killed", "survived" or "timeout" of the tests in a forked child, and its seconds."""
+def outcome(mutated: Mutated, tests: Sequence[str], examples: int, cpu: int, wall: float) -> tuple[str, float]:
+    """What became of the tests in a forked child ("killed", "survived" or "timeout"), and the seconds it used.
+
+    Its limit is in seconds of its own CPU time, so that a busy machine is no reason; of wall time a generous one.
+    """
     began = time.monotonic()
     child = os.fork()
     if child == 0:
         os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
         try:
             os._exit(run_tests(mutated, tests, examples))
         finally:
             os._exit(70)
-    said = "timeout"
-    while time.monotonic() - began < limit:
-        done, status = os.waitpid(child, os.WNOHANG)
+    said, used = "timeout", 0.0
+    while time.monotonic() - began < wall:
+        done, status, usage = os.wait4(child, os.WNOHANG)
         if done:
-            said = "survived" if status == 0 else "killed"
+            said, used = verdict(status), usage.ru_utime + usage.ru_stime
             break
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # also what the tests left behind
-    if said == "timeout":
+    if not used:
         os.waitpid(child, 0)
-    return said, time.monotonic() - began
+    return said, used
+
+
+def verdict(status: int) -> str:
+    """What the end of a child says of its mutant; the end by one of its limits is a timeout."""
+    code = os.waitstatus_to_exitcode(status)
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "timeout"
+    if code > 3:  # pytest's own: usage, no tests; and ours
+        raise SystemExit(f"a child ended with code {code}: its tests did not run")
+    return "survived" if code == 0 else "killed"
 
 
 def run_tests(mutated: Mutated, tests: Sequence[str], examples: int) -> int:
@@ -389,7 +404,7 @@ def run_tests(mutated: Mutated, tests: Sequence[str], examples: int) -> int:
     )
     hypothesis.settings.load_profile("mutants")
     sys.meta_path.insert(0, mutated)
-    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]))
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--tb=no", *tests]))
 
 
 def measure(file: str, *, sample: int, seed: int, examples: int) -> dict[str, Any]:
@@ -398,17 +413,17 @@ def measure(file: str, *, sample: int, seed: int, examples: int) -> dict[str, An
     chosen, count = mutants(path, sample, seed)
     preload(module_of(path), tests)
     unchanged = Mutated(module_of(path), path, compile(path.read_text(), str(path), "exec"))
-    said, seconds = outcome(unchanged, tests, examples, 900.0)
+    said, seconds = outcome(unchanged, tests, examples, 900, 900.0)
     if said != "survived":
         raise SystemExit(f"{file}: its tests do not pass without a mutant ({said})")
-    limit = 30.0 + 6 * seconds
+    cpu, wall = 10 + round(8 * seconds), 300.0 + 20 * seconds
     known = equivalents(file)
     results: dict[str, list[Mutant]] = {"killed": [], "survived": [], "timeout": [], "equivalent": []}
     for number, mutant in enumerate(chosen, 1):
         if mutant.change in known:
             results["equivalent"].append(mutant)
             continue
-        said, spent = outcome(Mutated(module_of(path), path, mutant.code), tests, examples, limit)
+        said, spent = outcome(Mutated(module_of(path), path, mutant.code), tests, examples, cpu, wall)
         results[said].append(mutant)
         if said != "killed":
             print(f"  {number}/{len(chosen)} {said} {file}:{mutant.line} {mutant.change} ({spent:.0f} s)", flush=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,6 +17,18 @@ from attnrl.errors import ConfigError
 from attnrl.iteration import SCHEDULES, first_state, one_step_off_policy
 from attnrl.run import open_run, read_metrics
 from attnrl.trainer import train
+from attnrl.types import (
+    Group,
+    Prompt,
+    Rollout,
+    Scores,
+    State,
+    Step,
+    Trunk,
+    Verdict,
+    as_floats,
+    as_ids,
+)
 from fakes import FakeBackend, fake_parts
 
 
@@ -87,6 +101,71 @@ def test_trap_the_checkpoint_holds_the_waiting_trunks_exactly(tmp_path: Path) ->
     parts.backend.version -= 1  # back to the policy that meets the loaded state
     b = one_step_off_policy(loaded, parts)
     assert [s.response.tolist() for s in a.samples] == [s.response.tolist() for s in b.samples]
+
+
+def plain(value: Any) -> Any:
+    """A value in builtins, arrays with their type: what two equal states must agree in."""
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.tolist())
+    return [plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def test_a_checkpoint_holds_every_field_of_the_state_and_of_what_waits(tmp_path: Path) -> None:
+    """Every field has a value that is not its default, so that one which is left out cannot come back by itself."""
+    prompt = Prompt("q7", as_ids([1, 2]), ("4", "four"), "2+2?", source="tasks.jsonl:7", row={"level": 3, "tags": ["a"]})
+    trunk = Trunk(
+        Rollout(as_ids([3, 4, 5]), as_floats([-0.1, -0.2, -0.3]), "length", 6),
+        Verdict(0.9, "unit", "4", "timeout: 5 s", right=False, parts={"unit": 0.25}),
+        (Step(0, 2), Step(2, 3, thinking=False)),
+        Scores(as_floats([-1, -2, -3]), as_floats([0.5, 0.25, 0.125]), as_floats([2.5, 0])),
+    )
+    state = State(
+        batch_size=7.25,
+        iteration=3,
+        waiting=(Group(prompt, (trunk, trunk)), Group(prompt, (trunk,))),
+        memory={"fci_sum": 0.1 + 0.2, "fci_count": 5},
+        stream={"epoch": 1, "next": 9},
+        rng=dict(np.random.default_rng(5).bit_generator.state),
+        generated_tokens=12345,
+    )
+    for part in (state, prompt, trunk, trunk.rollout, trunk.verdict, trunk.steps[1]):
+        for field in fields(part):
+            if field.default is not MISSING:
+                assert getattr(part, field.name) != field.default, f"{type(part).__name__}.{field.name}"
+            if field.default_factory is not MISSING:
+                assert getattr(part, field.name) != field.default_factory(), f"{type(part).__name__}.{field.name}"
+    save_state(tmp_path, state)
+    assert plain(load_state(tmp_path)) == plain(state)
+
+
+def test_the_best_iteration_by_a_metric_is_kept_and_survives_worse_ones(tmp_path: Path) -> None:
+    scores = {1: 0.3, 2: 0.6, 3: 0.6, 4: 0.5, 5: 0.7, 6: 0.1}
+
+    def go(iterations: int, *, resume: bool) -> dict[str, Any]:
+        config = load_config("treerl_1p5b", {"algo.prompts": 3, "sampling.max_response_tokens": 60})
+        train(
+            fake_parts(config),
+            SCHEDULES["on_policy"],
+            open_run(tmp_path, config.model_dump(mode="json"), resume=resume),
+            iterations=iterations,
+            seed=0,
+            evaluate=lambda iteration: {"eval/x/pass@1": scores.get(iteration, 0.0)},
+            evaluate_every=1,
+            checkpoint_every=1,
+            keep_checkpoints=1,
+            keep_best="eval/x/pass@1",
+        )
+        return dict(json.loads((tmp_path / "best/best.json").read_text()))
+
+    best = go(4, resume=False)
+    assert best == {"metric": "eval/x/pass@1", "value": 0.6, "iteration": 2}  # the first of two equal ones
+    assert load_state(tmp_path / "best").iteration == 2
+    assert json.loads((tmp_path / "best/fake.json").read_text())["version"] == 2
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["000004"]
+    assert go(6, resume=True) == {"metric": "eval/x/pass@1", "value": 0.7, "iteration": 5}
+    assert load_state(tmp_path / "best").iteration == 5
 
 
 def test_checkpoints_are_whole_or_absent_and_old_ones_go(tmp_path: Path) -> None:

@@ -140,8 +140,8 @@ class TestRivals:
         assert RULES["surprisal"](build.prompt(), trunk, rng(), points=2) == (2, 4)
         assert RULES["surprisal"](build.prompt(), trunk, rng(), points=1) == (2,)  # a tie goes to the earlier
         assert RULES["surprisal"](build.prompt(), trunk, rng(), points=99) == (1, 2, 3, 4)  # never first, never last
-        alike = build.trunk(300, 1.0, logprobs=[-1] * 300)
-        assert RULES["surprisal"](build.prompt(), alike, rng(), points=3) == (1, 2, 3)
+        tied = build.trunk(300, 1.0, logprobs=[-(i % 3) for i in range(300)])  # many enough for an unstable sort
+        assert RULES["surprisal"](build.prompt(), tied, rng(), points=3) == (2, 5, 8)
 
     def test_entropy_reads_the_full_entropy(self, build):
         trunk = build.trunk(5, 1.0, entropy=[9, 0.1, 0.3, 0.2, 9])

@@ -94,13 +94,13 @@ def test_forests(build):
 
 
 def test_generation(build):
-    rollouts = [build.rollout(2), build.rollout(4, finish="length")]
+    rollouts = [build.rollout(2), build.rollout(4, finish="length"), build.rollout(3)]
     assert generation_statistics(rollouts) == {
-        "generate/rollouts": 2.0,
-        "generate/tokens": 6.0,
+        "generate/rollouts": 3.0,
+        "generate/tokens": 9.0,
         "generate/length": 3.0,
-        "generate/truncated_share": 0.5,
-        "generate/surprisal": pytest.approx((0 + 0.1 + 0 + 0.1 + 0.2 + 0.3) / 6),
+        "generate/truncated_share": pytest.approx(1 / 3),
+        "generate/surprisal": pytest.approx((0 + 0.1 + 0 + 0.1 + 0.2 + 0.3 + 0 + 0.1 + 0.2) / 9),
     }
     assert generation_statistics([]) == {}
 
@@ -128,7 +128,8 @@ def test_tokens_without_advantage_are_not_valid():
     metrics = sample_statistics([sample], [sample])
     assert (metrics["train/valid_tokens"], metrics["train/valid_token_share"]) == (1, pytest.approx(1 / 3))
     one = Sample(as_ids([1]), as_ids([1]), as_floats([1]), as_floats([0]), "q")
-    assert sample_statistics([one], [one])["train/valid_token_share"] == 1.0
+    whole = sample_statistics([one], [one])
+    assert (whole["train/valid_share"], whole["train/valid_token_share"]) == (1.0, 1.0)
 
 
 def test_tokens_that_carry_no_loss_are_not_valid():

@@ -11,8 +11,23 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from attnrl.algo.branching import top_steps
 from attnrl.cli import run
+from attnrl.evaluation.results import Response
+from attnrl.iteration import unscored
+from attnrl.run import forest_table
 from attnrl.scoring import fci
-from attnrl.types import Step
+from attnrl.types import (
+    Attempt,
+    Branch,
+    Forest,
+    Prompt,
+    Rollout,
+    Step,
+    Tree,
+    Trunk,
+    Verdict,
+    as_floats,
+    as_ids,
+)
 
 COLUMNS = ["row", "step", "start", "stop", "text", "fci", "entropy", "position_null", "branch_point"]
 CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
@@ -123,3 +138,26 @@ def test_bad_flags_are_named_before_anything_loads(tmp_path: Path, capsys: pytes
         assert said in capsys.readouterr().err
     assert call(tmp_path / "no_model", tmp_path / "no.jsonl", "--output", str(tmp_path / "o.parquet")) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+def test_it_reads_what_eval_keeps_and_the_trunks_of_forests(model_path: Path, tmp_path: Path) -> None:
+    response, problem = "".join(STEPS), "a + b?"
+    ids = [CHARACTERS.index(c) + 2 for c in response]
+    kept = Response.of("tasks", 3, 1, Attempt(problem, ("3",), response, tokens=len(ids)), Verdict(1.0, "number"))
+    (tmp_path / "responses.jsonl").write_text(kept.to_json() + "\n")
+    drawn = Rollout(as_ids(ids), as_floats([-1.0] * len(ids)), "stop", 0)
+    trunk = Trunk(drawn, Verdict(1.0, "number"), (Step(0, len(ids)),), unscored(drawn, [Step(0, len(ids))]))
+    branch = Branch(5, Rollout(as_ids([9, 8]), as_floats([-1, -1]), "stop", 1), Verdict(0.0, "number"))
+    forest = Forest(Prompt("q", as_ids([2]), ("3",), problem), (Tree(trunk, (branch, branch)), Tree(trunk)))
+    pq.write_table(forest_table(1, [forest], lambda ids: ""), tmp_path / "000001.parquet")
+    found = {}
+    for source in ("responses.jsonl", "000001.parquet"):
+        output = tmp_path / f"{source}.scores.parquet"
+        assert call(model_path, tmp_path / source, "--output", str(output), "--data.template", "{problem}") == 0
+        found[source] = pq.read_table(output).to_pylist()
+    assert [r["row"] for r in found["responses.jsonl"]] == [1] * 7
+    assert [r["row"] for r in found["000001.parquet"]] == [1] * 7 + [4] * 7  # rows 2 and 3 are branches
+    assert [r["stop"] for r in found["responses.jsonl"]] == np.cumsum([len(step) for step in STEPS]).tolist()
+    assert found["000001.parquet"][:7] == found["responses.jsonl"]
+    assert [r["why"] for r in found["responses.jsonl"] if not r["branch_point"]] != []
+    assert all(r["thinking"] for r in found["responses.jsonl"])

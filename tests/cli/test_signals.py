@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -34,6 +33,7 @@ class Command:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                cwd=folder,
                 env=os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
             )
 
@@ -109,13 +109,21 @@ def checkpoints(run: Path) -> list[int]:
     return sorted(int(path.name) for path in (run / "checkpoints").glob("[0-9]*"))
 
 
+OWN_REWARD = """
+def odd_length(attempts):
+    return [float(len(attempt.response) % 2) for attempt in attempts]
+"""
+
+
 def test_a_run_stopped_by_a_signal_keeps_its_iteration_and_goes_on_by_itself(
     start: Callable[..., Command], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    first = start("train", "demo", "--run-dir", str(run), *TINY.split())
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs/own_reward.py").write_text(OWN_REWARD)  # runs in worker processes
+    first = start("train", "demo", "--run-dir", str(run), "--reward", "own_reward:odd_length", *TINY.split())
     first.wait_for(lambda: recorded(run))
-    assert first.children(), "the verifier has a worker while it runs"
+    assert first.children(), "the reward has a worker while it runs"
     first.send(signal.SIGINT)
     assert first.end() == 130, first.output
     first.check_nothing_is_left()
@@ -136,7 +144,7 @@ def test_a_run_stopped_by_a_signal_keeps_its_iteration_and_goes_on_by_itself(
     assert checkpoints(run)[-1] == recorded(run)[-1] > done
 
     changed = start("train", "--resume", "--run-dir", str(run), "--algo.points", "3")
-    assert changed.end() == 2
+    assert changed.process.wait(LIMIT) == 2
     assert "algo.points: was 2, is now 3" in changed.output
     assert "what may change is" in changed.output
     assert "run.iterations" in changed.output
@@ -146,12 +154,11 @@ def test_a_second_signal_ends_a_run_at_once_and_a_model_of_a_run_starts_another(
     start: Callable[..., Command], tmp_path: Path
 ) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
-    small = [*TINY.split(), "--run.iterations", "1"]
-    assert start("train", "demo", "--run-dir", str(run), *small).end() == 0
-    # from the run's newest checkpoint; an iteration long enough that two signals fall into it
-    long = [*TINY.split(), "--model.path", str(run), "--algo.prompts", "48", "--algo.group", "6"]
+    assert start("train", "demo", "--run-dir", str(run), *TINY.split(), "--run.iterations", "1").end() == 0
+    # from the run's newest checkpoint; iterations long enough that two signals fall into one
+    long = [*TINY.split(), "--model.path", str(run), "--algo.prompts", "16", "--algo.group", "6"]
     command = start("train", "demo", "--run-dir", str(other), *long)
-    command.wait_for(lambda: command.children() and (other / "config.json").exists())
+    command.wait_for(lambda: recorded(other))
     config = json.loads((other / "config.json").read_text())
     assert config["model"]["path"] == str(run / "checkpoints/000001/model")
     command.send(signal.SIGINT)
@@ -159,17 +166,20 @@ def test_a_second_signal_ends_a_run_at_once_and_a_model_of_a_run_starts_another(
     command.send(signal.SIGINT)
     assert command.end() == 130, command.output
     command.check_nothing_is_left()
-    assert recorded(other) == []
-    assert checkpoints(other) == []
+    assert checkpoints(other) == [], "the iteration was abandoned, not finished"
+    assert "stopped after iteration" not in command.output
     assert "stopped; the same command with --resume goes on" in command.output
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+
+
+@SIGNALS
 def test_verify_leaves_no_process(start: Callable[..., Command], tmp_path: Path, number: Any, code: int) -> None:
-    rows = [{"response": rf"\boxed{{\frac{{x^{n}-1}}{{x-1}}}}", "gold": f"x^{n}+y"} for n in range(2, 4000)]
+    endless = {"response": r"\boxed{\lim_{x \to 0} 99999999!}", "gold": "5"}  # keeps a worker until its time is up
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = start("verify", str(file), "--workers", "2")
+    file.write_text(4 * (json.dumps(endless) + "\n"))
+    command = start("verify", str(file), "--workers", "2", "--timeout", "600")
     command.wait_for(lambda: len(command.children()) == 2)
     command.send(number)
     assert command.end() == code, command.output
@@ -178,22 +188,23 @@ def test_verify_leaves_no_process(start: Callable[..., Command], tmp_path: Path,
     assert not Path(f"{file}.verdicts.jsonl").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@SIGNALS
 def test_warmup_leaves_no_process(start: Callable[..., Command], tmp_path: Path, number: Any, code: int) -> None:
     model = tmp_path / "model"
-    command = start("warmup", "--output", str(model), "--seconds", "600", "--shape.width", "32", "--shape.heads", "2")
-    command.wait_for(lambda: re.search(r"tokens an update", command.output) and command.children())
+    flags = "--seconds 600 --evaluations 600 --evaluation-tasks 4 --shape.width 32 --shape.heads 2 --shape.kv-heads 1"
+    command = start("warmup", "--output", str(model), *flags.split())
+    command.wait_for(lambda: "tokens/s" in command.output)
+    assert command.children(), "batches are made in processes of their own"
     command.send(number)
     assert command.end() == code, command.output
     command.check_nothing_is_left()
     assert "Traceback" not in command.output
 
 
-def test_eval_leaves_no_process_and_goes_on(start: Callable[..., Command], tmp_path: Path) -> None:
+def test_eval_leaves_no_process(start: Callable[..., Command], tmp_path: Path) -> None:
     output = tmp_path / "eval"
     flags = "--benchmarks tasks --evaluation.tasks 200 --samples 8 --chunk 16 --evaluation.max_response_tokens 150"
-    words = ["eval", "--model", "demo", "--output", str(output), *flags.split()]
-    command = start(*words)
+    command = start("eval", "--model", "demo", "--output", str(output), *flags.split())
     kept = output / "responses.jsonl"
     command.wait_for(lambda: kept.exists() and kept.read_text().count("\n") >= 16)
     command.send(signal.SIGTERM)

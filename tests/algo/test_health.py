@@ -1,0 +1,67 @@
+"""Whether a run learns, said from its metrics."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from attnrl.algo.health import complaint
+from attnrl.config import load_config
+from attnrl.console import console_line
+
+IDLE = {"train/samples": 0.0, "train/valid_samples": 0.0, "trunks/solve_none": 1.0, "trunks/truncated_share": 1.0}
+IDLE |= {"trunks/steps": 2.0, "trees/count": 0.0}
+LEARNS = {"train/samples": 9.0, "train/valid_samples": 9.0, "trunks/steps": 9.0}
+
+
+def rows(*of: dict[str, float]) -> list[dict[str, float]]:
+    return [{"iteration": float(i), **row} for i, row in enumerate(of, start=1)]
+
+
+def said(*of: dict[str, float], delta: int = 4) -> str:
+    return complaint(rows(*of), max_response_tokens=512, delta=delta)
+
+
+def test_what_is_wrong_is_said_with_its_numbers() -> None:
+    assert said(IDLE, IDLE, IDLE) == (
+        "nothing trained in 3 of 3 iterations: all responses wrong, 100 % cut off at 512 tokens, no trunk branched "
+        "(2.0 steps a response; FCI needs more than delta = 4)"
+    )
+    assert "FCI needs" not in said({**IDLE, "trunks/steps": 20.0})
+    right = {
+        **IDLE,
+        "trunks/solve_none": 0.0,
+        "trunks/solve_all": 0.75,
+        "trunks/truncated_share": 0.0,
+        "trees/count": 3.0,
+    }
+    assert said(right) == "nothing trained in 1 of 1 iterations: all responses right of 75% of prompts"
+    dropped = {"train/valid_samples": 0.0, "trees/count": 1.0, "batch/filtered_share": 0.8, "verify/errors": 4.0}
+    assert said(dropped) == (
+        "nothing trained in 1 of 1 iterations: 4 verdicts were errors, 80% of prompts dropped by the filter"
+    )
+
+
+def test_a_run_that_learns_in_half_of_its_iterations_is_left_alone() -> None:
+    assert said() == said(LEARNS) == said(IDLE, LEARNS) == ""
+    assert said(IDLE, LEARNS, IDLE).startswith("nothing trained in 2 of 3 iterations")
+    assert said({"eval/x/pass@1": 0.5}) == ""  # an evaluation alone is no iteration
+
+
+def test_the_console_says_so_after_three_iterations_and_at_the_end() -> None:
+    def shown(*of: dict[str, float], planned: int) -> list[int]:
+        """After which iterations the complaint was printed."""
+        out = io.StringIO()
+        show = console_line(load_config("demo", {"run.iterations": planned}), Console(file=out, width=400))
+        found, before = [], 0
+        for row in rows(*of):
+            show(row)
+            if out.getvalue().count("nothing trained") > before:
+                before += 1
+                found.append(int(row["iteration"]))
+        return found
+
+    assert shown(*[IDLE] * 12, planned=50) == [3, 10]
+    assert shown(*[IDLE] * 5, planned=5) == [3, 5]
+    assert shown(IDLE, LEARNS, LEARNS, LEARNS, planned=4) == []
