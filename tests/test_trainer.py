@@ -114,7 +114,9 @@ def plain(value: Any) -> Any:
 
 def test_a_checkpoint_holds_every_field_of_the_state_and_of_what_waits(tmp_path: Path) -> None:
     """Every field has a value that is not its default, so that one which is left out cannot come back by itself."""
-    prompt = Prompt("q7", as_ids([1, 2]), ("4", "four"), "2+2?", source="tasks.jsonl:7", row={"level": 3, "tags": ["a"]})
+    prompt = Prompt(
+        "q7", as_ids([1, 2]), ("4", "four"), "2+2?", source="tasks.jsonl:7", row={"level": 3, "tags": ["a"]}
+    )
     trunk = Trunk(
         Rollout(as_ids([3, 4, 5]), as_floats([-0.1, -0.2, -0.3]), "length", 6),
         Verdict(0.9, "unit", "4", "timeout: 5 s", right=False, parts={"unit": 0.25}),
