@@ -110,6 +110,7 @@ class TestFci:
         trunk = build.trunk(20, 1.0, starts=(2, 8, 10, 16), fci=[0, 9, 9, 9, 9])
         assert self.points(build, trunk, min_gap_tokens=0) == (2, 8)
         assert self.points(build, trunk, min_gap_tokens=4) == (8, 16)
+        assert self.points(build, trunk, min_gap_tokens=8) == (8, 16)  # exactly as far as asked
         assert self.points(build, trunk, min_gap_tokens=9) == (10,)  # 16 is but 6 away: the gap also binds the filling
 
     def test_released_counts_the_gap_with_the_prompt_and_fills_with_the_earliest(self, build):
