@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnrl.algo.branching import RULES
 from attnrl.algo.reasons import kind_of
 from attnrl.config import load_config, presets
 from attnrl.iteration import SCHEDULES, Outcome, Parts, first_state
@@ -229,8 +228,6 @@ def test_a_preset_asks_for_what_its_rule_and_filter_read(preset: str) -> None:
     config = load_config(preset, SMALL)
     backend = FakeBackend()
     parts = fake_parts(config, backend)
-    if config.algo.rule == "oracle":  # it reads the data row, which the fake stream does not have
-        parts = replace(parts, rule=RULES["none"])
     step(parts, config.algo.schedule)
     by_rule, by_filter = NEEDS.get(config.algo.rule, ()), (True,) if config.algo.filter == "attention" else ()
     asked = {s.fci for s in backend.scorings}

@@ -117,6 +117,12 @@ class TestFci:
         trunk = build.trunk(20, 1.0, starts=(2, 8, 10, 16), fci=[0, 9, 9, 9, 9])
         assert self.points(build, trunk, min_gap_tokens=4, mode="released") == (2, 8)  # the prompt has two tokens
         assert self.points(build, trunk, min_gap_tokens=512, mode="released") == (2, 8)  # none fits: the earliest
+        one = build.trunk(20, 1.0, starts=(2, 8, 10, 16), fci=[0, 0, 9, 0, 0])
+        assert self.points(build, one, points=3, mode="released") == (
+            2,
+            8,
+            10,
+        )  # the high one, then the earliest others
 
     def test_released_takes_its_own_candidate_set(self, build):
         # as in test_released_counts_excluded_steps_as_zeros: C is {1, 2} there and {2} in the paper
