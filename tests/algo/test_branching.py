@@ -187,6 +187,8 @@ class TestRivals:
         assert low_probability(build.prompt(), trunk, rng(), per_segment=2) == (5, 8)
         assert low_probability(build.prompt(), trunk, rng(), per_segment=2, max_points=1) == (8,)
         assert low_probability(build.prompt(), trunk, rng(), per_segment=1, below=0.1) == ()
+        certain = build.trunk(6, 1.0, logprobs=[-1, 0, -1, 0, -1, 0])  # probability 1 is not under 1
+        assert low_probability(build.prompt(), certain, rng(), per_segment=1, below=1.0) == (2, 4)
 
     def test_none(self, build):
         assert RULES["none"](build.prompt(), build.trunk(10, 1.0, starts=(2, 4)), rng()) == ()
