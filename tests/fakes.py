@@ -105,7 +105,8 @@ class FakeStream:
     def draw(self, position: dict[str, Any], n: int) -> tuple[list[Prompt], dict[str, Any]]:
         start = position.get("next", 0)
         numbers = range(start, start + n)
-        return [Prompt(f"q{i}", as_ids([i, 7]), ("right",), f"problem {i}", row={"decisive": [1]}) for i in numbers], {
+        row = {"decisive": [2]}  # for the rule that knows
+        return [Prompt(f"q{i}", as_ids([i, 7]), ("right",), f"problem {i}", row=row) for i in numbers], {
             "next": start + n
         }
 
