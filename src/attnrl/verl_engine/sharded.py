@@ -53,13 +53,15 @@ class BareHead:
         return logits
 
 
-def prepare(module: Any) -> None:
-    """Once, on every rank: check the head, then take its hooks away and let `inside` count as a forward."""
+def prepare(module: Any, *, check: bool = True) -> None:
+    """Once, on every rank and outside of any attention of ours: check the head, then take its hooks away and let
+    `inside` count as a forward."""
     if hasattr(module, "attnrl_inside"):
         return
-    module.set_reshard_after_forward(False, recurse=False)  # the check calls root and head apart
-    check_head(module)
-    module.reshard()
+    if check:
+        module.set_reshard_after_forward(False, recurse=False)  # the check calls root and head apart
+        check_head(module)
+        module.reshard()
     head = module.get_output_embeddings()
     if isinstance(head, FSDPModule):
         bare = BareHead(head)
@@ -70,8 +72,7 @@ def prepare(module: Any) -> None:
 
 def inside(module: Any, work: Callable[[Any], Any]) -> Any:
     """work(module) as if it were the module's forward: FSDP2 gathers the root's parameters around it, and the head's,
-    which stay until the end of backward."""
-    prepare(module)
+    which stay until the end of backward. The module is prepared."""
 
     def with_head(model: Any) -> Any:
         found = model.get_output_embeddings()
@@ -157,7 +158,7 @@ class Rank:
         return Minibatch(mine, int(most(len(mine), self.device)), units, pack([FILLER], [0], self.device))
 
     def logprobs(self, module: Any, minibatch: Minibatch) -> list[Tensor]:
-        """Log-probs of the loss tokens of each of this rank's microbatches under a module, without gradient."""
+        """Log-probs of the loss tokens of each of this rank's microbatches under a prepared module; no gradient."""
         found = []
         for p in minibatch.all:
             with torch.no_grad(), attention_of(module, p):
