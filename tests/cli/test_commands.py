@@ -48,6 +48,9 @@ def test_the_list_of_commands_fits_80_columns() -> None:
     ("args", "message"),
     [
         (["nonsense"], "no command 'nonsense'"),
+        (["trian"], "did you mean 'train'?"),
+        (["view", "run", "--port", "80800"], "--port: Input should be less than or equal to 65535"),
+        (["eval", "--compare", "a"], "--compare has too few values: Two output directories A,B"),
         (["config"], "give one preset"),
         (["config", "attnrl_1p5b", "--algo.pionts", "2"], "did you mean --algo.points"),
         (["config", "attnrl_1p5b", "--algo.points", "0"], "algo.points"),

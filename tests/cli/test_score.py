@@ -11,8 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from attnrl.algo.branching import top_steps
 from attnrl.cli import run
+from attnrl.config import load_config
 from attnrl.evaluation.results import Response
 from attnrl.iteration import unscored
+from attnrl.launch.scoring import score_settings
 from attnrl.run import forest_table
 from attnrl.scoring import fci
 from attnrl.types import (
@@ -168,3 +170,29 @@ def test_it_reads_what_eval_keeps_and_the_trunks_of_forests(model_path: Path, tm
     assert found["000001.parquet"][:7] == found["responses.jsonl"]
     assert [r["why"] for r in found["responses.jsonl"] if not r["branch_point"]] != []
     assert all(r["thinking"] for r in found["responses.jsonl"])
+
+
+def test_a_problem_gets_the_template_its_model_was_trained_with(
+    model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run/checkpoints/000001").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/000001/model").symlink_to(model_path)
+    (tmp_path / "run/config.json").write_text(load_config("demo", {"data.template": "Q {problem} A"}).model_dump_json())
+    response = "".join(STEPS)
+    of_problem = write(tmp_path / "problem.jsonl", [{"problem": "a + b?", "response": response}])
+    of_prompt = write(tmp_path / "prompt.jsonl", [{"prompt": "Q a + b? A", "response": response}])
+    assert score_settings(str(tmp_path / "run"), {"data.template": "{problem}"})[1].data.template == "{problem}"
+    assert score_settings(str(model_path)) == ("", load_config(""))
+    found = []
+    for source in (of_problem, of_prompt):
+        assert call(tmp_path / "run", source, "--output", str(tmp_path / "o.parquet")) == 0
+        found.append(pq.read_table(tmp_path / "o.parquet").to_pylist())
+        said = "template from" in capsys.readouterr().out
+        assert said == (source == of_problem)
+    assert found[0] == found[1]
+
+
+def test_a_file_that_is_no_parquet_is_named(model_path: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "rows.parquet").write_text("not this")
+    assert call(model_path, tmp_path / "rows.parquet", "--output", str(tmp_path / "o.parquet")) == 2
+    assert "rows.parquet: not a readable parquet file" in capsys.readouterr().err

@@ -17,6 +17,7 @@ import pytest
 
 from attnrl.errors import ConfigError, DataError
 from attnrl.evaluation import Report, Response, compare, evaluate
+from attnrl.evaluation.log import open_log
 from attnrl.evaluation.results import table_rows
 from attnrl.evaluation.sampling import all_jobs, request_seed
 from attnrl.types import Prompt, Rollout, Sampling, Verdict, as_floats, as_ids
@@ -135,6 +136,19 @@ def test_other_settings_in_the_same_directory_are_refused(whole) -> None:
         fake.run(directory, fake.FakeBackend(), seed=8)
     with pytest.raises(ConfigError, match=r"temperature was 0.6, is now 1.0"):
         fake.run(directory, fake.FakeBackend(), sampling=Sampling(1.0, 0.95))
+
+
+def test_other_prompts_in_the_same_directory_are_refused_in_words(tmp_path) -> None:
+    def begin(**prompts: str) -> None:
+        with open_log(tmp_path, {"prompts": prompts}):
+            pass
+
+    begin(easy="aa1e", hard="e2b8")
+    with pytest.raises(ConfigError, match=r"another template: hard\); name another --output") as refused:
+        begin(easy="aa1e", hard="ffff")
+    assert "ffff" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"prompts was \['easy', 'hard'\], is now \['easy'\]"):
+        begin(easy="aa1e")
 
 
 def test_a_directory_in_use_is_refused(tmp_path) -> None:

@@ -6,6 +6,7 @@ and exit code 2, without a traceback.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import signal
@@ -71,7 +72,9 @@ def run(argv: list[str]) -> int:
         print(__version__)
         return 0
     if argv[0] not in COMMANDS:
-        print(f"attnrl: no command {argv[0]!r}; `attnrl --help` lists them", file=sys.stderr)
+        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        print(f"attnrl: no command {argv[0]!r}; {hint}`attnrl --help` lists them", file=sys.stderr)
         return 2
     try:
         with ended_by_sigterm():

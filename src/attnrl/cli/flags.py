@@ -182,7 +182,9 @@ def _explain_own(error: ValidationError, kind: type[BaseModel], words: str) -> s
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         missing = item["type"] == "missing"
-        if missing and key == words:
+        if missing and key not in keys(kind) and (whole := key.rpartition(".")[0]) in keys(kind):
+            lines.append(f"--{whole.replace('_', '-')} has too few values: {keys(kind)[whole].rstrip('.')}")
+        elif missing and key == words:
             lines.append(f"give {keys(kind)[key].rstrip('.')}")
         elif missing:
             lines.append(f"--{key.replace('_', '-')} is needed: {keys(kind).get(key, '').rstrip('.')}")

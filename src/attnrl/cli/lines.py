@@ -27,7 +27,7 @@ def read_lines(path: Path, fields: str) -> list[tuple[str, int, dict[str, Any]]]
                     rows.append((where, index, _object(where, line, fields)))
     except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
         kind = "gzip" if path.suffix == ".gz" else "UTF-8"
-        raise DataError(f"{path}: not a readable {kind} file ({error})") from error
+        raise DataError(f"{path}: not a readable {kind} file ({error}); give JSON lines, plain or .gz") from error
     if not rows:
         raise DataError(f"{path}: no rows")
     return rows

@@ -5,10 +5,14 @@ FCI, entropy and branch points of every step of stored responses.
 The input is JSON lines (plain or .gz) or parquet: rows with `prompt` and
 `response` (text), with `prompt_ids` and `response_ids`, or with `problem` and
 `response`, which is what `attnrl eval` keeps in responses.jsonl; of a run's
-forests (forests/*.parquet) the trunks are scored. The output has one row per
-step: row (of the input, from 1), step, start, stop (token range in the
-response), text, fci, entropy (mean over the step's tokens, nats), position_null
-(the FCI of uniform attention), thinking, branch_point, and why a step is none.
+forests (forests/*.parquet) the trunks are scored. A problem gets the template
+that the model was trained with: "demo", run directories and checkpoints in them
+say it, any other model gets the paper's.
+
+The output has one row per step: row (of the input, from 1), step, start, stop
+(token range in the response), text, fci, entropy (mean over the step's tokens,
+nats), position_null (the FCI of uniform attention), thinking, branch_point, and
+why a step is none.
 With --html also a page to look at: steps shaded by FCI, beside the position
 null, the entropy and the step-to-step attention of the head that decides.
 
@@ -16,7 +20,9 @@ Examples:
   attnrl score --model Qwen/Qwen3-0.6B --input responses.jsonl \\
     --output scores.parquet
   attnrl score --model demo --input results/demo/responses.jsonl \\
-    --output scores.parquet --data.template '{problem}'
+    --output scores.parquet --html scores.html
+  attnrl score --model runs/a --input runs/a/forests/000020.parquet \\
+    --output scores.parquet
 """
 
 from __future__ import annotations
@@ -28,15 +34,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 from rich.console import Console
 
-from attnrl.cli.flags import read_flags
+from attnrl.cli.flags import read_flags, show
 from attnrl.cli.lines import read_lines
-from attnrl.config import Section, load_config
+from attnrl.config import Section
 from attnrl.errors import DataError, MissingFileError
+from attnrl.launch.scoring import Scored, position_correlations, score, score_settings
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from attnrl.launch.scoring import Scored
 
 SHORT = {
     "delta": "algo.delta",
@@ -72,11 +77,12 @@ def main(argv: list[str]) -> int:
     flags, overrides = read_flags(ScoreFlags, argv, str(__doc__), short=SHORT)
     if not flags.output.parent.is_dir():
         raise MissingFileError(f"no directory {flags.output.parent} for --output")
-    config = load_config("", overrides)
+    where, config = score_settings(flags.model, overrides)
     rows = read_rows(flags.input)
     import pyarrow.parquet as pq
 
-    from attnrl.launch import score
+    if where and any("problem" in row for _, row in rows):
+        show(f"template from {where} where no flag says otherwise")
 
     metrics: dict[str, float] = {}
     scored = score(flags.model, [row for _, row in rows], config=config, chat=flags.chat, metrics=metrics)
@@ -98,11 +104,15 @@ def main(argv: list[str]) -> int:
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """(row number from 1, row) of every response in the file; of forests, of every trunk."""
     if path.suffix == ".parquet":
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         if not path.is_file():
             raise MissingFileError(f"{path}: no such file; give a .jsonl, .jsonl.gz or .parquet file")
-        table = enumerate(pq.read_table(path).to_pylist(), start=1)
+        try:
+            table = enumerate(pq.read_table(path).to_pylist(), start=1)
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{path}: not a readable parquet file ({error})") from error
         rows = [(n, _response(row)) for n, row in table if row.get("kind") != "branch"]
     else:
         rows = [(index + 1, row) for _, index, row in read_lines(path, "write one response a line")]
@@ -140,8 +150,6 @@ def to_table(rows: Iterable[dict[str, Any]]) -> pa.Table:
 
 def summary(console: Console, output: Path, scored: Sequence[Scored], metrics: dict[str, float], delta: int) -> None:
     """What was scored, how fast and by which kernels, and how FCI goes with position."""
-    from attnrl.launch.scoring import position_correlations
-
     position, null = position_correlations(scored, delta)
     steps = sum(len(one.steps) for one in scored)
     kinds = {

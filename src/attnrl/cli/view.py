@@ -18,6 +18,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from pydantic import Field
+
 from attnrl.analysis.view import open_view
 from attnrl.cli.flags import read_flags
 from attnrl.config import Section
@@ -28,7 +30,7 @@ class ViewFlags(Section):
 
     run_dirs: tuple[Path, ...]
     """run directories of `attnrl train`, finished or still going."""
-    port: int = 8765
+    port: int = Field(8765, ge=0, le=65535)
     """On the loopback interface; 0 takes any free one."""
 
 

@@ -73,5 +73,15 @@ def _check_settings(directory: Path, settings: Mapping[str, Any]) -> None:
     begun = json.loads(file.read_text(encoding="utf-8"))
     different = sorted(key for key in begun.keys() | asked.keys() if begun.get(key) != asked.get(key))
     if different:
-        changes = "; ".join(f"{key} was {begun.get(key)!r}, is now {asked.get(key)!r}" for key in different)
+        changes = "; ".join(_change(key, begun.get(key), asked.get(key)) for key in different)
         raise ConfigError(f"{directory} holds an evaluation with other settings ({changes}); name another --output")
+
+
+def _change(key: str, was: Any, now: Any) -> str:
+    """A setting that is another one now, in words; of prompts only fingerprints are kept."""
+    if key == "prompts" and isinstance(was, dict) and isinstance(now, dict):
+        names = [name for name in now if name in was and was[name] != now[name]]
+        if names:
+            return f"other problems, or another number of them, or another template: {', '.join(names)}"
+        was, now = sorted(was), sorted(now)
+    return f"{key} was {was!r}, is now {now!r}"

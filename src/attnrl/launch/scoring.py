@@ -14,6 +14,7 @@ from attnrl.algo.parts import read_by
 from attnrl.algo.reasons import step_reasons
 from attnrl.config import Config, load_config
 from attnrl.errors import ConfigError, DataError
+from attnrl.launch.evaluating import settings_of
 from attnrl.launch.models import check_model, find_engine, load_tokenizer, newest_model, open_engine
 from attnrl.launch.parts import check_parts
 from attnrl.types import Ids, Prompt, Rollout, ScoreRequest, Scores, Scoring, Trunk, Verdict, as_ids
@@ -44,11 +45,12 @@ def score(
     """Log-probs, entropy and FCI of each response, its steps, and where the config's rule would branch.
 
     A response is a pair (prompt, response) or a row with those fields, or with `prompt_ids` and `response_ids`, or with
-    `problem`, which then gets the template of [data] and the model's chat template. `chat`: prompts are a user's words
-    and get the chat template. `metrics` is filled with what the engine says of the pass. Paper: Eq. 4-7.
+    `problem`, which then gets the template of [data] (without a `config` the one that the model was trained with) and
+    the model's chat template. `chat`: prompts are a user's words and get the chat template. `metrics` is filled with
+    what the engine says of the pass. Paper: Eq. 4-7.
     """
     if config is None:
-        config = load_config("", overrides)
+        config = score_settings(str(model), overrides)[1]
     elif overrides:
         raise ConfigError("give overrides or a whole config, not both")
     bound = check_parts(config)
@@ -60,12 +62,12 @@ def score(
     texts, vocabulary = TokenTexts(tokenizer), vocabulary_of(path, tokenizer)
     algo = config.algo
     scoring = Scoring(True, algo.delta, algo.key_reduce, config.sampling.temperature)
+    requests = []
+    for number, row in enumerate(rows, start=1):  # before the model loads: a row may be wrong
+        where = str(row.get("where") or f"response {number}")
+        prompt, response = encode(where, row, tokenizer, config, chat=chat, vocabulary=vocabulary)
+        requests.append(ScoreRequest(prompt, response, bound["segmenter"](texts(response))))
     with open_engine(engine, config, path, tokenizer, learn=False) as backend:
-        requests = []
-        for number, row in enumerate(rows, start=1):
-            where = str(row.get("where") or f"response {number}")
-            prompt, response = encode(where, row, tokenizer, config, chat=chat, vocabulary=vocabulary)
-            requests.append(ScoreRequest(prompt, response, bound["segmenter"](texts(response))))
         found = backend.score(requests, scoring)
         if metrics is not None:
             metrics.update(backend.metrics())
@@ -78,6 +80,14 @@ def score(
         Scored(r.prompt, r.response, s, step_records(r, s, decode, bound["rule"], config))
         for r, s in zip(requests, found, strict=True)
     ]
+
+
+def score_settings(model: str, overrides: Mapping[str, Any] | None = None) -> tuple[str, Config]:
+    """Where it is written how the prompts of a model read, empty for the defaults; and the paper's config with that
+    template, system message and chat options, and overrides on top."""
+    where, own = settings_of(model)
+    prompts = own.data.model_dump(include={"template", "system", "chat_options"}) if where else {}
+    return where, load_config("", {**{f"data.{key}": value for key, value in prompts.items()}, **(overrides or {})})
 
 
 def encode(where: str, row: Row, tokenizer: Any, config: Config, *, chat: bool, vocabulary: int) -> tuple[Ids, Ids]:
