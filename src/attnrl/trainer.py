@@ -71,9 +71,8 @@ def train(
             if keep_best is not None and keep_best in metrics:
                 run.keep_best(state, parts.backend, keep_best, metrics[keep_best])
             elif keep_best is not None and last and not (run.path / "best").exists():
-                say(
-                    f"run.keep_best: no iteration had a metric {keep_best!r}{near(keep_best, metrics)}; nothing was kept"
-                )
+                hint = near(keep_best, metrics)
+                say(f"run.keep_best: no iteration had a metric {keep_best!r}{hint}; nothing was kept")
             if last or stop.number or state.iteration % checkpoint_every == 0:
                 run.checkpoint(state, parts.backend, keep_checkpoints)
     if stop.number and not finished(state, iterations, generated_tokens):
