@@ -1,7 +1,8 @@
 """FCI on real chains of thought whose sentences have a measured importance: does it say more than position?
 
-    ATTNRL_DATA=... python benchmarks/anchors.py score MODEL_DIR --gguf FILE --output scores.jsonl   # an hour at most
-    ATTNRL_DATA=... python benchmarks/anchors.py tables scores.jsonl --json docs/results/anchors.json
+    ATTNRL_DATA=... python benchmarks/anchors.py score MODEL_DIR --gguf FILE --output docs/results/anchors/scores.jsonl
+    ATTNRL_DATA=... python benchmarks/anchors.py tables docs/results/anchors/scores.jsonl \\
+      --json docs/results/anchors_values.json
 
 Reads transcripts/thought_anchors_40_traces.json.gz under ATTNRL_DATA: 40 traces of R1-distilled models in sentence
 chunks, each chunk with its importance by resampling from it (`counterfactual_importance_kl` and others, made by the

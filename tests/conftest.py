@@ -3,6 +3,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("attnrl", deadline=None)  # a busy machine is no fault of the code
+settings.load_profile("attnrl")
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests/fakes.py
 

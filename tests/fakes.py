@@ -105,7 +105,10 @@ class FakeStream:
     def draw(self, position: dict[str, Any], n: int) -> tuple[list[Prompt], dict[str, Any]]:
         start = position.get("next", 0)
         numbers = range(start, start + n)
-        return [Prompt(f"q{i}", as_ids([i, 7]), ("right",), f"problem {i}") for i in numbers], {"next": start + n}
+        row = {"decisive": [2]}  # for the rule that knows
+        return [Prompt(f"q{i}", as_ids([i, 7]), ("right",), f"problem {i}", row=row) for i in numbers], {
+            "next": start + n
+        }
 
 
 def texts(ids: Any) -> list[str]:

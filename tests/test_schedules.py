@@ -218,8 +218,8 @@ def test_options_of_the_filter_reach_it() -> None:
 
 
 NEEDS: dict[str, tuple[bool, ...]] = {  # of each rule, as every preset names it: () nothing, (fci,)
-    "fci": (True,),
-    "entropy": (False,),
+    **dict.fromkeys(("fci", "fci_mean", "fci_residual"), (True,)),
+    **dict.fromkeys(("entropy", "step_entropy"), (False,)),
 }
 
 
@@ -402,10 +402,9 @@ def test_a_reward_is_shown_all_that_is_known_of_trunks_and_branches() -> None:
 def test_errors_are_counted_by_kind_and_a_prompt_of_errors_alone_is_left_out() -> None:
     def broken(attempts: Sequence[Attempt]) -> list[Verdict]:
         kinds = {"problem 1": "raised: ValueError: no", "problem 2": "timeout"}
-        parts = {"format": 0.25}
-        return [Verdict(0.5, "x", error=kinds.get(a.problem), parts=parts) for a in attempts]
+        return [Verdict(0.5, "x", error=kinds.get(a.problem)) for a in attempts]
 
-    parts = replace(parts_of("treerl_1p5b"), grade=broken)
+    parts = replace(parts_of("treerl_1p5b"), grade=broken, graded=lambda: {"reward/format": 0.25})
     outcome = step(parts, ON)
     assert [f.prompt.uid for f in outcome.forests] == uids(0, 3)
     assert outcome.metrics["verify/raised"] == outcome.metrics["verify/timeout"] == 6

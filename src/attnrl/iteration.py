@@ -120,7 +120,7 @@ class Clock:
 def one_step_off_policy(state: State, parts: Parts) -> Outcome:
     """An iteration with one generation call: branches of batch m and trunks of batch m + 1, both by policy m.
 
-    Paper: Sec. 3.3, Fig. 7.
+    Paper: Sec. 3.3, Fig. 5.
     """
     clock, rng = Clock(), restore(state.rng)
     primed: list[Rollout] = []

@@ -274,6 +274,7 @@ def forest_table(
                         "finish": rollout.finish,
                         "version": rollout.version,
                         "reward": verdict.reward,
+                        "right": verdict.right,
                         "rule": verdict.rule,
                         "answer": verdict.answer,
                         **(steps if is_trunk else dict.fromkeys(steps)),
@@ -304,6 +305,7 @@ FOREST_SCHEMA = pa.schema(
         ("fci", pa.list_(pa.float32())),
         ("entropy", pa.list_(pa.float32())),
         ("tokens", pa.int32()),
+        ("right", pa.bool_()),
         ("reason", pa.string()),
         ("prompt_reason", pa.string()),
     ]

@@ -110,12 +110,19 @@ class TestFci:
         trunk = build.trunk(20, 1.0, starts=(2, 8, 10, 16), fci=[0, 9, 9, 9, 9])
         assert self.points(build, trunk, min_gap_tokens=0) == (2, 8)
         assert self.points(build, trunk, min_gap_tokens=4) == (8, 16)
+        assert self.points(build, trunk, min_gap_tokens=8) == (8, 16)  # exactly as far as asked
         assert self.points(build, trunk, min_gap_tokens=9) == (10,)  # 16 is but 6 away: the gap also binds the filling
 
     def test_released_counts_the_gap_with_the_prompt_and_fills_with_the_earliest(self, build):
         trunk = build.trunk(20, 1.0, starts=(2, 8, 10, 16), fci=[0, 9, 9, 9, 9])
         assert self.points(build, trunk, min_gap_tokens=4, mode="released") == (2, 8)  # the prompt has two tokens
         assert self.points(build, trunk, min_gap_tokens=512, mode="released") == (2, 8)  # none fits: the earliest
+        one = build.trunk(20, 1.0, starts=(2, 8, 10, 16), fci=[0, 0, 9, 0, 0])
+        assert self.points(build, one, points=3, mode="released") == (
+            2,
+            8,
+            10,
+        )  # the high one, then the earliest others
 
     def test_released_takes_its_own_candidate_set(self, build):
         # as in test_released_counts_excluded_steps_as_zeros: C is {1, 2} there and {2} in the paper
@@ -180,6 +187,8 @@ class TestRivals:
         assert low_probability(build.prompt(), trunk, rng(), per_segment=2) == (5, 8)
         assert low_probability(build.prompt(), trunk, rng(), per_segment=2, max_points=1) == (8,)
         assert low_probability(build.prompt(), trunk, rng(), per_segment=1, below=0.1) == ()
+        certain = build.trunk(6, 1.0, logprobs=[-1, 0, -1, 0, -1, 0])  # probability 1 is not under 1
+        assert low_probability(build.prompt(), certain, rng(), per_segment=1, below=1.0) == (2, 4)
 
     def test_none(self, build):
         assert RULES["none"](build.prompt(), build.trunk(10, 1.0, starts=(2, 4)), rng()) == ()

@@ -97,6 +97,19 @@ def test_reasons_on_record_and_derived() -> None:
     assert [tree["reason"] for tree in page["trees"]] == ["filtered", "filtered"]
 
 
+def test_right_is_what_the_verdict_says_not_the_reward(tmp_path: Path) -> None:
+    """A reward of 0.9 for a wrong answer: the page, the index and the rebuilt forest say wrong."""
+    first = trunk(6, 1.0)
+    wrong = Trunk(first.rollout, Verdict(0.9, "tests", right=False), first.steps, first.scores)
+    table = forest_table(5, [Forest(Prompt("q", as_ids([9]), ("7",), "?"), (Tree(wrong),))], lambda ids: "x")
+    page = forest_page(table.to_pylist(), record())
+    assert (page["trees"][0]["reward"], page["trees"][0]["right"]) == (0.9, False)
+    assert page["reason"] == "all_wrong: 1 responses"
+    assert rebuild(table.to_pylist()).trees[0].trunk.right is False
+    pq.write_table(table, tmp_path / "000005.parquet")
+    assert index_file(tmp_path / "000005.parquet")[0].right == 0
+
+
 def test_the_first_step_of_a_branch_that_differs() -> None:
     """The trunk says 1..6 in steps of two tokens; a branch at 2 that says 3, 4, 5, 9 leaves it in its second step."""
     alike = Branch(2, Rollout(as_ids([3, 4, 5, 9]), as_floats([-1] * 4), "stop", 1), Verdict(0.0, "number"))
@@ -211,7 +224,7 @@ def test_the_index_says_what_the_rows_say(tmp_path: Path, make_run: Callable[...
 def test_the_index_of_a_file_without_the_new_columns(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     file = read_run(make_run(tmp_path / "run", iterations=1)).forest_files[0]
     now = [entry.row() for entry in index_file(file)]
-    pq.write_table(pq.read_table(file).drop_columns(["tokens", "reason", "prompt_reason"]), file)
+    pq.write_table(pq.read_table(file).drop_columns(["tokens", "right", "reason", "prompt_reason"]), file)
     assert [entry.row() for entry in index_file(file)] == now
     assert forest_page(read_entry(index_file(file)[0]), record())["recorded"] is False
 

@@ -29,7 +29,8 @@ from attnrl.types import (
     as_ids,
 )
 
-COLUMNS = ["row", "step", "start", "stop", "text", "fci", "entropy", "position_null", "branch_point"]
+COLUMNS = ["row", "step", "start", "stop", "text", "fci", "entropy", "position_null"]
+COLUMNS += ["thinking", "branch_point", "why"]
 CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
 
 
@@ -82,7 +83,7 @@ def test_one_row_per_step(model_path: Path, tmp_path: Path, capsys: pytest.Captu
     table = pq.read_table(output)
     assert table.column_names == COLUMNS
     got = table.to_pylist()
-    assert [r["row"] for r in got] == [0] * 7 + [1] * 7 + [2]
+    assert [r["row"] for r in got] == [1] * 7 + [2] * 7 + [3]
     assert [r["step"] for r in got] == [*range(7), *range(7), 0]
     ends = np.cumsum([len(step) for step in STEPS])
     assert [(r["start"], r["stop"]) for r in got[:7]] == list(zip([0, *ends[:-1]], ends, strict=True))
@@ -93,10 +94,13 @@ def test_one_row_per_step(model_path: Path, tmp_path: Path, capsys: pytest.Captu
     assert want[0] > 0
     assert got[14]["fci"] == 0.0
     for a, b in zip(got[:7], got[7:14], strict=True):
-        assert {**a, "row": 1} == b
+        assert {**a, "row": 2} == b
     chosen = top_steps(want, [Step(r["start"], r["stop"]) for r in got[:7]])[:2]
     points = [r["step"] for r in got[:7] if r["branch_point"]]
     assert len(points) == 2
+    assert [r["why"].partition(":")[0] for r in got[:7]].count("point") == 2
+    assert (got[0]["why"], got[14]["why"]) == ("first", "first")
+    assert all(r["thinking"] for r in got)
     assert set(chosen) <= set(points)
     first_two = np.mean([1 / (q + 1) for q in range(*spans[5])]) + np.mean([1 / (q + 1) for q in range(*spans[6])])
     assert got[3]["position_null"] == pytest.approx(first_two, rel=1e-5)
@@ -131,8 +135,11 @@ def test_bad_flags_are_named_before_anything_loads(tmp_path: Path, capsys: pytes
     nowhere = tmp_path / "no" / "o.parquet"
     for flags, said in (
         (["--output", str(nowhere)], "no directory"),
-        (["--output", str(tmp_path / "o.parquet"), "--delta", "0"], "--delta must be at least 1"),
-        (["--output", str(tmp_path / "o.parquet"), "--top-fraction", "0"], "--top-fraction"),
+        (
+            ["--output", str(tmp_path / "o.parquet"), "--delta", "0"],
+            "algo.delta: input should be greater than or equal to 1",
+        ),
+        (["--output", str(tmp_path / "o.parquet"), "--top-fraction", "0"], "algo.top_fraction"),
     ):
         assert call(tmp_path / "no_model", source, *flags) == 2
         assert said in capsys.readouterr().err

@@ -42,7 +42,7 @@ def test_rewards_add_up_by_weight_and_the_first_says_what_is_right() -> None:
         assert metrics["reward/math"] == pytest.approx(1 / 3)
         assert metrics["reward/overlong"] == pytest.approx(-0.5)
         assert (metrics["reward/math_errors"], metrics["reward/overlong_errors"]) == (0.0, 0.0)
-        assert metrics["reward/math_seconds"] >= 0
+        assert metrics["seconds/reward_math"] >= 0
         assert rewards.metrics() == {}, "they start anew"
 
 
@@ -179,7 +179,7 @@ def test_parts_of_verdicts_are_metrics_of_their_own_and_start_anew(tmp_path, mon
     with build_rewards([("parted_rewards:parted", 1.0, {})], workers=1) as rewards:
         rewards.grade([Attempt("", ("1",), "x", row=row) for row in rows])
         metrics = rewards.metrics()
-        assert metrics.pop("reward/parted_seconds") >= 0
+        assert metrics.pop("seconds/reward_parted") >= 0
         assert metrics == {
             "reward/parted": 2.0, "reward/parted.a": 2.0, "reward/parted_errors": 1.0, "reward/error_down": 1.0,
         }  # fmt: skip

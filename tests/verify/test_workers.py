@@ -50,6 +50,8 @@ def make(log, fail=None):
             return serve(question)
         if do == "sleep":
             time.sleep(values[0])
+        if do == "environ":
+            values = [os.environ.get(name) for name in values]
         if do == "print":
             print('{"id": 1, "value": "from print"}', flush=True)
         return {"pid": os.getpid(), "values": values}
@@ -173,6 +175,17 @@ def test_a_worker_that_does_not_read_is_a_timeout(log: Path) -> None:
     os.kill(pid, signal.SIGSTOP)
     assert ask(pool, "echo", "x" * 3_000_000).error == "timeout"
     assert ask(pool, "echo", 1).value["values"] == [1]
+    pool.close()
+
+
+def test_a_worker_has_one_thread_and_one_order_of_sets_whatever_its_parent_has(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    for name in names:
+        monkeypatch.setenv(name, "7" if name != "PYTHONIOENCODING" else "ascii")
+    pool = pool_of(log)
+    assert ask(pool, "environ", *names).value["values"] == list(names.values())
     pool.close()
 
 

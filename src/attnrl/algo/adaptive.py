@@ -53,7 +53,7 @@ def attention(
     A prompt in scope is kept if its mean FCI is at least the running mean over the prompts in scope seen so far, the
     current batch included; a prompt out of scope is kept. Scope "easy" are those with all trunks right.
 
-    Paper: Eq. 8. Deviation: scope "easy" (what Fig. 6 shows) is the default, "all" is the equation as printed.
+    Paper: Eq. 8. Deviation: scope "easy" (what Fig. 7 shows) is the default, "all" is the equation as printed.
     """
     if scope not in ("easy", "all"):
         raise ValueError(f"scope must be 'easy' or 'all', not {scope!r}")

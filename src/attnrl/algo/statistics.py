@@ -11,7 +11,7 @@ from attnrl.types import Branch, Forest, Group, Rollout, Sample, Trunk
 
 def solve_ratios(name: str, outcomes: Iterable[Sequence[Trunk | Branch]]) -> dict[str, float]:
     """Share of prompts whose responses are all right, all not, and of those whose rewards differ ("valid": there is
-    something to learn). With rewards of 0 and 1 the three add up to 1. Paper: Fig. 5.
+    something to learn). With rewards of 0 and 1 the three add up to 1. Paper: Fig. 6.
     """
     rows = [row for row in outcomes if row]
     if not rows:
@@ -47,7 +47,7 @@ def group_statistics(groups: Sequence[Group]) -> dict[str, float]:
 
 def forest_statistics(forests: Sequence[Forest]) -> dict[str, float]:
     """Solve ratios of the branches and of both samplings, for prompts that were branched, and how far easy prompts
-    stay easy (Fig. 6a: all branches right where all trunks were).
+    stay easy (Fig. 7a: all branches right where all trunks were).
     """
     branched = [f for f in forests if any(t.branches for t in f.trees)]
     branches = [[b for t in f.trees for b in t.branches] for f in branched]
@@ -85,7 +85,7 @@ def generation_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def sample_statistics(every: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, float]:
-    """How much of the train batch has signal: samples, tokens, and their shares. Paper: Fig. 6b, Table 3."""
+    """How much of the train batch has signal: samples, tokens, and their shares. Paper: Fig. 7b, Table 3."""
     signal = [s for s in every if s.has_signal]
     tokens = sum(len(s.response) for s in every)
     carrying = (s.advantages if s.mask is None else s.advantages[s.mask] for s in signal)

@@ -36,7 +36,7 @@ COLUMNS = (
     *("iteration", "uid", "problem", "answers", "tree", "kind", "point", "text", "ids", "logprobs", "finish"),
     *("version", "reward", "rule", "answer", "step_starts", "step_texts", "fci", "entropy"),
 )
-OPTIONAL = ("tokens", "reason", "prompt_reason")  # files written before there were reasons lack them
+OPTIONAL = ("tokens", "right", "reason", "prompt_reason")  # files written before there were reasons lack them
 
 
 def read_table(file: Path, columns: Sequence[str], span: tuple[int, int] | None = None) -> pa.Table:
@@ -109,7 +109,7 @@ def rebuild(rows: Sequence[Row]) -> Forest:
         ids = as_ids(row["ids"])
         logprobs = as_floats(row["logprobs"]) if "logprobs" in row else np.zeros(len(ids), dtype=np.float32)
         rollout = Rollout(ids, logprobs, row["finish"], row["version"])
-        verdict = Verdict(row["reward"], row["rule"], row["answer"])
+        verdict = Verdict(row["reward"], row["rule"], row["answer"], right=row.get("right"))  # type: ignore[arg-type]
         if row["kind"] == "trunk":
             bounds = [*row["step_starts"], len(ids)]
             steps = tuple(Step(*span, thinking) for span, thinking in zip(pairwise(bounds), thinks(row), strict=True))

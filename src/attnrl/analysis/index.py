@@ -14,9 +14,10 @@ import pyarrow.compute as pc
 from attnrl.analysis.curves import clean
 from attnrl.analysis.forests import COLUMNS, OPTIONAL, Row, interest, read_rows, read_table
 from attnrl.errors import DataError
+from attnrl.types import RIGHT_ABOVE
 
 EXCERPT = 220  # characters of a problem in the index
-NARROW = ("uid", "problem", "tree", "kind", "reward", "finish", "fci", "prompt_reason")
+NARROW = ("uid", "problem", "tree", "kind", "reward", "finish", "fci", "prompt_reason", "right")
 WIDE = tuple(name for name in (*COLUMNS, *OPTIONAL) if name not in ("logprobs", "tokens"))
 
 
@@ -60,6 +61,7 @@ def index_file(file: Path) -> list[Entry]:
         trees=trees,
         trunk=[kind == "trunk" for kind in kinds],
         reward=table["reward"].to_pylist(),
+        right=_right(table),
         cut=[finish == "length" for finish in table["finish"].to_pylist()],
         tokens=_tokens(file, table),
         fci=_mean_fci(table["fci"]).tolist(),
@@ -80,6 +82,7 @@ class Columns:
     trees: list[int]
     trunk: list[bool]
     reward: list[float]
+    right: list[bool]
     cut: list[bool]
     tokens: list[int]
     fci: list[float]
@@ -95,7 +98,7 @@ def _entry(
             by_tree.append([])
         by_tree[-1].append(columns.reward[i])
     leaves, rewards = len(rows), columns.reward[slice(*span)]
-    right = sum(r > 0.5 for r in rewards)
+    right = sum(columns.right[slice(*span)])
     cut = sum(columns.cut[slice(*span)])
     scores = [columns.fci[i] for i in rows if columns.trunk[i] and columns.fci[i] == columns.fci[i]]
     return Entry(
@@ -130,6 +133,14 @@ def derived_reason(rewards: Sequence[float], cut_off: int) -> str:
     if len(set(rewards)) > 1:
         return "taught"
     return "all_right" if rewards[0] > 0.5 else "all_wrong"
+
+
+def _right(table: pa.Table) -> list[bool]:
+    """Which rollouts are right; files without that column say it by their rewards."""
+    if "right" in table.column_names:
+        recorded: list[bool] = table["right"].to_pylist()
+        return recorded
+    return [reward > RIGHT_ABOVE for reward in table["reward"].to_pylist()]
 
 
 def _tokens(file: Path, table: pa.Table) -> list[int]:

@@ -125,7 +125,7 @@ function positionView() {
 }
 
 function secondsView() {
-  const phases = [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))].filter((k) => k.startsWith("seconds/") && k !== "seconds/iteration");
+  const phases = [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))].filter((k) => k.startsWith("seconds/") && k !== "seconds/iteration" && !k.startsWith("seconds/reward_"));
   const order = ["generate", "verify", "score", "update"];
   const rank = (name) => (order.includes(name) ? order.indexOf(name) : order.length);
   const names = phases.map((k) => k.slice(8)).sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));

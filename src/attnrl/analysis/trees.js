@@ -1,7 +1,7 @@
 // The inspector: a map of a forest, and one tree of it in words, each branch beside its trunk.
 
-const mark = (reward) => (reward > 0.5 ? "✓" : "✗");
-const verdict = (reward) => (reward > 0.5 ? "right" : "wrong");
+const mark = (leaf) => (leaf.right ? "✓" : "✗");
+const verdict = (leaf) => (leaf.right ? "right" : "wrong");
 const signed = (value, places = 3) => (value === null ? "–" : `${value > 0 ? "+" : value < 0 ? "−" : ""}${Math.abs(value).toFixed(places)}`);
 const valueColour = (value) => `color-mix(in oklab, var(${value < 0.5 ? "--bad" : "--good"}) ${Math.round(200 * Math.abs(value - 0.5))}%, var(--half))`;
 const heat = (share) => `color-mix(in srgb, var(--heat) ${Math.round(6 + 94 * share)}%, var(--card))`;
@@ -41,10 +41,10 @@ function forestMap(forest, chosen, choose) {
     root.append(svg("text", { x: sx(t), y: 10, "text-anchor": "middle" }, t === 0 ? "0 tokens" : compact(t)), svg("line", { class: "gridline", x1: sx(t), x2: sx(t), y1: 15, y2: 9999 }));
   }
   const end = (group, leaf, x, middle, value) => group.append(
-    svg("text", { x: x + 7, y: middle + 4.5, class: verdict(leaf.reward) }, mark(leaf.reward)),
+    svg("text", { x: x + 7, y: middle + 4.5, class: verdict(leaf) }, mark(leaf)),
     svg("text", { x: width - 4, y: middle + 4, "text-anchor": "end" }, value));
   forest.trees.forEach((tree, number) => {
-    const group = svg("g", { class: `rollout ${number === chosen ? "chosen" : ""}`, tabindex: 0, role: "button", "aria-label": `Tree ${number + 1}, trunk ${verdict(tree.reward)}, ${tree.branches.length} branches` },
+    const group = svg("g", { class: `rollout ${number === chosen ? "chosen" : ""}`, tabindex: 0, role: "button", "aria-label": `Tree ${number + 1}, trunk ${verdict(tree)}, ${tree.branches.length} branches` },
       svg("rect", { class: "hit", x: 0, y: y - 2, width, height: high + 2, rx: 5 }),
       svg("text", { class: "name", x: 6, y: y + high / 2 + 3.5 }, `Tree ${number + 1}`));
     for (const step of tree.steps)
@@ -69,7 +69,7 @@ function forestMap(forest, chosen, choose) {
         svg("path", { d: `M${from} ${under}V${middle - 4}q0 4 4 4H${from + 12}`, fill: "none", "stroke-width": 1.4, css: { stroke: "var(--point)" } }),
         svg("rect", { x: from + 11, y: middle - 3.5, width: Math.max(to - from - 11, 2), height: 7, rx: 2, css: { fill: valueColour(branch.value), opacity: "0.85" } }));
       end(row, branch, to, middle, `A ${signed(branch.advantage)}`);
-      root.append(hover(row, () => [line(`tree ${number + 1}, branch ${n + 1} at token ${branch.point} · ${verdict(branch.reward)}${branch.answer ? ` (${short(branch.answer, 40)})` : ""}`, "when"), line(oneLine(branch.steps.join("")), "clipped")]));
+      root.append(hover(row, () => [line(`tree ${number + 1}, branch ${n + 1} at token ${branch.point} · ${verdict(branch)}${branch.answer ? ` (${short(branch.answer, 40)})` : ""}`, "when"), line(oneLine(branch.steps.join("")), "clipped")]));
       y += low;
     });
     for (const point of new Set(tree.branches.map((b) => b.point)))
@@ -122,7 +122,7 @@ function stepBars(tree, title, note, unit, value, mean) {
 }
 
 function ending(leaf) {
-  return [el("b", { class: verdict(leaf.reward) }, `${mark(leaf.reward)} ${verdict(leaf.reward)}`),
+  return [el("b", { class: verdict(leaf) }, `${mark(leaf)} ${verdict(leaf)}`),
     leaf.answer !== null && leaf.answer !== "" ? el("span", {}, "answer ", el("code", {}, short(leaf.answer, 60))) : null,
     el("span", { class: "soft" }, `${leaf.tokens.toLocaleString("en")} tokens${leaf.finish === "length" ? ", cut off" : ""}`)];
 }
@@ -211,7 +211,7 @@ function forestView(forest, at, first, firstBranch) {
       el("button", { type: "button", role: "tab", "aria-selected": String(i === chosen), tabindex: i === chosen ? 0 : -1, on: { click: () => choose(i, null, true), keydown: (e) => {
         const by = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
         if (by) { e.preventDefault(); e.stopPropagation(); choose((i + by + forest.trees.length) % forest.trees.length, null, true); }
-      } } }, `Tree ${i + 1} `, el("span", { class: verdict(t.reward) }, mark(t.reward)), t.branches.length ? ` + ${t.branches.length}` : "")));
+      } } }, `Tree ${i + 1} `, el("span", { class: verdict(t) }, mark(t)), t.branches.length ? ` + ${t.branches.length}` : "")));
     const bars = [stepBars(current, "FCI by step", "black: what a step at that place gets on average; violet: branched", "FCI", (s) => s.fci, (s) => placeMean(at.run, current, s)),
       stepBars(current, "Entropy by step", "mean over the step's tokens; violet: branched", "nats", (s) => s.entropy, null)];
     tree.replaceChildren(tabs, el("div", { class: "grid wide" }, bars.filter(Boolean)),

@@ -2,9 +2,9 @@
 
 The disruption experiment of the paper (Sec. 3.1.2, Fig. 3). Draws responses,
 hides one step of each from all later text (no new token attends to it), draws
-the rest anew and grades it; beside it the same continuation with nothing hidden,
+the rest anew and grades it; beside it the same continuation, nothing hidden,
 by the same random numbers. The step is one of the top 20 % by FCI, of the other
-80 %, of the top 20 % by entropy, or, beyond the paper, the one of the other 80 %
+80 %, of the top 20 % by entropy, or, beyond the paper, the one of those 80 %
 that stands nearest to the first: early steps have a higher FCI whatever they
 say. Prints accuracy per type and by position in five bins, with 95 % intervals.
 

@@ -37,7 +37,7 @@ def load_config(preset: str, overrides: Mapping[str, Any] | None = None) -> Conf
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(error, preset)) from None
+        raise ConfigError(explain(error, preset or "flags")) from None
 
 
 def read_preset(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,14 +57,14 @@ def score(
     tokenizer = load_tokenizer(path)
     from attnrl.data.texts import TokenTexts
 
-    texts = TokenTexts(tokenizer)
+    texts, vocabulary = TokenTexts(tokenizer), vocabulary_of(path, tokenizer)
     algo = config.algo
     scoring = Scoring(True, algo.delta, algo.key_reduce, config.sampling.temperature)
     with open_engine(engine, config, path, tokenizer, learn=False) as backend:
         requests = []
         for number, row in enumerate(rows, start=1):
             where = str(row.get("where") or f"response {number}")
-            prompt, response = encode(where, row, tokenizer, config, chat=chat)
+            prompt, response = encode(where, row, tokenizer, config, chat=chat, vocabulary=vocabulary)
             requests.append(ScoreRequest(prompt, response, bound["segmenter"](texts(response))))
         found = backend.score(requests, scoring)
         if metrics is not None:
@@ -79,22 +80,41 @@ def score(
     ]
 
 
-def encode(where: str, row: Row, tokenizer: Any, config: Config, *, chat: bool) -> tuple[Ids, Ids]:
-    """The token ids of prompt and response; DataError says where one is missing."""
-    prompt = _ids(where, row, "prompt")
-    if prompt is None and isinstance(row.get("prompt"), str):
-        prompt = _prompt_ids(row["prompt"], tokenizer, chat)
-    if prompt is None and isinstance(row.get("problem"), str):
-        prompt = _problem_ids(row["problem"], tokenizer, config)
-    response = _ids(where, row, "response")
-    if response is None and isinstance(row.get("response"), str):
-        response = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
+def encode(where: str, row: Row, tokenizer: Any, config: Config, *, chat: bool, vocabulary: int) -> tuple[Ids, Ids]:
+    """The token ids of prompt and response; DataError says where one is missing or the model does not know it."""
+    texts = {name: _text(where, row, name) for name in ("prompt", "problem", "response")}
+    prompt, response = _ids(where, row, "prompt"), _ids(where, row, "response")
+    if prompt is None and texts["prompt"] is not None:
+        prompt = _prompt_ids(texts["prompt"], tokenizer, chat)
+    if prompt is None and texts["problem"] is not None:
+        prompt = _problem_ids(texts["problem"], tokenizer, config)
+    if response is None and texts["response"] is not None:
+        response = tokenizer(texts["response"], add_special_tokens=False)["input_ids"]
+    found = []
     for name, ids in (("prompt", prompt), ("response", response)):
         if ids is None:
-            raise DataError(f"{where}: field {name!r} is missing or no text; {FIELDS}")
-        if not len(ids):
-            raise DataError(f"{where}: the {name} has no tokens; drop the line")
-    return as_ids(prompt or []), as_ids(response or [])
+            raise DataError(f"{where}: field {name!r} is missing; {FIELDS}")
+        if not ids:
+            raise DataError(f"{where}: the {name} is empty; drop the line")
+        if max(ids) >= vocabulary:
+            raise DataError(f"{where}: {name} token {max(ids)} is outside the model's vocabulary of {vocabulary}")
+        found.append(as_ids(ids))
+    return found[0], found[1]
+
+
+def _text(where: str, row: Row, name: str) -> str | None:
+    text = row.get(name)
+    if text is not None and not isinstance(text, str):
+        raise DataError(f"{where}: field {name!r} must be text, not {type(text).__name__}")
+    return text
+
+
+def vocabulary_of(model: str, tokenizer: Any) -> int:
+    """How many tokens a model knows: by its config where it lies in a directory, else by its tokenizer."""
+    file = Path(model) / "config.json"
+    known = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    size = known.get("vocab_size") or known.get("text_config", {}).get("vocab_size") or len(tokenizer)
+    return int(size)
 
 
 def _ids(where: str, row: Row, name: str) -> list[int] | None:

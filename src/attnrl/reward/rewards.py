@@ -129,13 +129,13 @@ class Rewards:
                     for part, value in verdict.parts.items():
                         self._seen[f"{name}.{part}"].append(value)
             self._sums[f"{name}_errors"] += len(errors)
-            self._sums[f"{name}_seconds"] += seconds
+            self._sums[f"seconds/reward_{entry.label}"] += seconds
             for error in errors:
                 self._sums[f"reward/error_{error_kind(error)}"] += 1
 
     def metrics(self) -> dict[str, float]:
         """Since last asked: of each reward its mean `reward/NAME` over the attempts it judged, `reward/NAME.PART` of
-        parts that its verdicts name, `reward/NAME_errors`, `reward/NAME_seconds` (waited for it); and errors by kind,
+        parts that its verdicts name, `reward/NAME_errors`, `seconds/reward_NAME` (waited for it); and errors by kind,
         `reward/error_KIND`.
         """
         with self._lock:

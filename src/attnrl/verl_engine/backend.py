@@ -250,7 +250,9 @@ class VerlBackend:
         drawn, self.drawn = self.drawn, []
         if drawn and self.arrival.probe is not None:
             asked = [ScoreRequest(self.arrival.probe, d.ids, ()) for d in drawn]
+            counted, self.counts.scored = self.counts.scored, ScoreReport()
             scores = self._score(asked, Scoring(fci=False))
+            self.counts.scored = counted  # the probe is no part of the iteration's work
             with self._phase("sync"):
                 self.counts.logprob_gap = max(self.counts.logprob_gap, self.arrival.arrived(drawn, scores))
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from attnrl import scoring
 from attnrl.config import UpdateConfig
@@ -36,12 +36,55 @@ FILLER = Sample(as_ids([0]), as_ids([0]), as_floats([0.0]), as_floats([0.0]), ""
 Sync = Callable[[bool], AbstractContextManager[None]]  # whether gradients are reduced over ranks after this one
 
 
+class BareHead:
+    """The output head without FSDP2's hooks. verl shards it apart from the root: each call of it would be a collective,
+    and ranks run it over different numbers of chunks, in backward too."""
+
+    def __init__(self, head: Any) -> None:
+        self.head = head
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.head.weight
+        return weight
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head.forward(hidden)
+        return logits
+
+
+def prepare(module: Any, *, check: bool = True) -> None:
+    """Once, on every rank and outside of any attention of ours: check the head, then take its hooks away and let
+    `inside` count as a forward."""
+    if hasattr(module, "attnrl_inside"):
+        return
+    if check:
+        module.set_reshard_after_forward(False, recurse=False)  # the check calls root and head apart
+        check_head(module)
+        module.reshard()
+    head = module.get_output_embeddings()
+    if isinstance(head, FSDPModule):
+        bare = BareHead(head)
+        module.get_output_embeddings = lambda: bare
+    module.attnrl_inside = types.MethodType(lambda self, work: work(self), module)
+    register_fsdp_forward_method(module, "attnrl_inside")
+
+
 def inside(module: Any, work: Callable[[Any], Any]) -> Any:
-    """work(module) as if it were the module's forward: FSDP2 gathers the root's parameters around it."""
-    if not hasattr(module, "attnrl_inside"):
-        module.attnrl_inside = types.MethodType(lambda self, work: work(self), module)
-        register_fsdp_forward_method(module, "attnrl_inside")
-    return module.attnrl_inside(work)
+    """work(module) as if it were the module's forward: FSDP2 gathers the root's parameters around it, and the head's,
+    which stay until the end of backward. The module is prepared."""
+
+    def with_head(model: Any) -> Any:
+        found = model.get_output_embeddings()
+        head = found.head if isinstance(found, BareHead) else None
+        if head is not None:
+            head.unshard()
+        answer = work(model)
+        if head is not None and not torch.is_grad_enabled():
+            head.reshard()
+        return answer
+
+    return module.attnrl_inside(with_head)
 
 
 def over_ranks(values: Sequence[float], device: torch.device, op: Any = None) -> list[float]:
@@ -59,8 +102,7 @@ def score(
     module: Any, requests: Sequence[ScoreRequest], scoring_: Scoring, *, token_budget: int, device: torch.device
 ) -> tuple[list[Scores], ScoreReport]:
     """Scores of this rank's requests, by attnrl.scoring as it is, and what they cost."""
-    module.set_reshard_after_forward(False, recurse=False)  # the check of the head calls root and head apart
-    check_head(module)
+    prepare(module)
     options: dict[str, Any] = {
         "delta": scoring_.delta,
         "key_reduce": scoring_.key_reduce,
@@ -116,7 +158,7 @@ class Rank:
         return Minibatch(mine, int(most(len(mine), self.device)), units, pack([FILLER], [0], self.device))
 
     def logprobs(self, module: Any, minibatch: Minibatch) -> list[Tensor]:
-        """Log-probs of the loss tokens of each of this rank's microbatches under a module, without gradient."""
+        """Log-probs of the loss tokens of each of this rank's microbatches under a prepared module; no gradient."""
         found = []
         for p in minibatch.all:
             with torch.no_grad(), attention_of(module, p):

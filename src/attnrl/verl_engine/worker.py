@@ -55,6 +55,10 @@ class Worker(ActorRolloutRefWorker):  # type: ignore[misc]
             self.init_model()
             engine = self.actor.engine
             check_model(engine.module)
+            with engine.eval_mode():
+                sharded.prepare(engine.module)
+            if self.ref is not None:  # the same model; its weights may lie in host memory
+                sharded.prepare(self.ref.engine.module, check=False)
             groups = engine.optimizer.param_groups if engine.optimizer is not None else []
             if len(groups) == 1:  # as in the local engine: matrices decay, vectors (norms, biases) do not
                 every, group = groups[0]["params"], groups[0]
