@@ -111,6 +111,20 @@ def test_missing_broken_and_circular_files_are_named(tmp_path: Path) -> None:
         load_config("attnrl_1p5")
 
 
+@pytest.mark.parametrize("text", ["[1]", "3", '"demo"'])
+def test_a_json_file_that_is_no_object_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"a\.json: holds a (list|int|str), not an object"):
+        load_config(str(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize("overrides", [{"model.lora_alpha": 64.0}, {"model.lora_targets": ["q_proj"]}])
+def test_keys_of_adapters_without_adapters_are_refused(overrides: dict) -> None:
+    with pytest.raises(ConfigError, match=r"model: lora_(alpha|targets) is set, but lora_rank is 0"):
+        load_config("demo", overrides)
+    assert load_config("demo", {**overrides, "model.lora_rank": 4}).model.lora_rank == 4
+
+
 def test_every_key_is_documented() -> None:
     assert [key for key, about in keys().items() if not about] == []
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from attnrl.config import load_config
-from attnrl.iteration import Parts, first_state, on_policy, one_step_off_policy
-from attnrl.types import Rollout, Verdict, as_floats, as_ids
+from attnrl.errors import TrainingError
+from attnrl.iteration import SCHEDULES, Parts, first_state, on_policy, one_step_off_policy
+from attnrl.types import Kept, Rollout, Verdict, as_floats, as_ids
 from fakes import EOS, RIGHT, FakeBackend, decode, fake_parts, grade
 
 
@@ -157,3 +160,46 @@ def test_generated_tokens_are_counted() -> None:
     starved = replace(second.state, waiting=())
     third = one_step_off_policy(starved, parts)
     assert third.state.generated_tokens - starved.generated_tokens == third.metrics["generate/tokens"]
+
+
+def replaced(**changes: Any) -> Callable[[list[Any]], list[Any]]:
+    return lambda rows: [*rows[:-1], replace(rows[-1], **{k: change(rows[-1]) for k, change in changes.items()})]
+
+
+@pytest.mark.parametrize(
+    ("verb", "change", "said"),
+    [
+        ("generate", lambda rows: rows[:-1], "generate of the engine Broken must return a list of 9, one a request: 8"),
+        ("generate", lambda rows: None, "must return a list of 9, one a request: NoneType"),
+        ("generate", replaced(version=lambda r: 7), r"\(9 of 9\) with version 7, where the policy has 0"),
+        ("generate", replaced(finish=lambda r: "eos"), "with finish 'eos'; known: stop, length"),
+        ("generate", replaced(logprobs=lambda r: r.logprobs[1:]), "log-probs for .* tokens; it needs a finite one"),
+        ("generate", replaced(logprobs=lambda r: r.logprobs * np.nan), "log-probs for .*it needs a finite one"),
+        ("generate", replaced(ids=lambda r: r.ids[:0]), "with 0 tokens, where 1 to 60 may be drawn"),
+        ("score", lambda rows: rows[1:], "score of the engine Broken must return a list of 9"),
+        ("score", replaced(fci=lambda s: s.fci[1:]), r"scores \(9 of 9\) with .* the response has"),
+    ],
+)
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_an_engine_that_breaks_its_promise_is_said(verb: str, change: Any, said: str, schedule: str) -> None:
+    class Broken(FakeBackend):
+        pass
+
+    setattr(Broken, verb, lambda self, *asked: change(getattr(FakeBackend, verb)(self, *asked)))
+    small = {"algo.prompts": 3, "algo.group": 3, "sampling.max_response_tokens": 60}
+    parts = fake_parts(load_config("attnrl_1p5b", small), Broken())
+    with pytest.raises(TrainingError, match=said):
+        SCHEDULES[schedule](first_state(parts, 0), parts)
+
+
+@pytest.mark.parametrize("made", [lambda n: [True] * n, lambda n: Kept((True,) * (n - 1), {}, ("",) * n)])
+def test_a_filter_that_does_not_decide_for_each_group_is_said(made: Any) -> None:
+    def mine(groups: Any, memory: Any) -> Any:
+        return made(len(groups))
+
+    parts = fake_parts(load_config("attnrl_1p5b", {"algo.prompts": 3, "sampling.max_response_tokens": 60}))
+    parts = replace(parts, filter=mine)
+    with pytest.raises(
+        TrainingError, match=r"the filter mine must return an attnrl.types.Kept .* of 3, one entry a group"
+    ):
+        SCHEDULES["on_policy"](first_state(parts, 0), parts)

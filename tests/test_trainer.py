@@ -170,6 +170,56 @@ def test_the_best_iteration_by_a_metric_is_kept_and_survives_worse_ones(tmp_path
     assert load_state(tmp_path / "best").iteration == 5
 
 
+@pytest.mark.parametrize("kept_by", ["eval/x/pas@1", "value/spread_"])
+def test_a_metric_that_never_comes_is_said(tmp_path: Path, kept_by: str) -> None:
+    config, said = load_config("treerl_1p5b", {"algo.prompts": 3, "sampling.max_response_tokens": 60}), list[str]()
+
+    def go() -> None:
+        train(
+            fake_parts(config),
+            SCHEDULES["on_policy"],
+            open_run(tmp_path, config.model_dump(mode="json"), resume=False),
+            iterations=2,
+            seed=0,
+            evaluate=lambda iteration: {"eval/x/pass@1": 0.5},
+            keep_best=kept_by,
+            say=said.append,
+        )
+
+    if kept_by.startswith("eval/"):
+        with pytest.raises(ConfigError, match=r"run\.keep_best: .*'eval/x/pas@1'; did you mean 'eval/x/pass@1'"):
+            go()
+        assert not (tmp_path / "forests/000001.parquet").exists(), "before anything is trained"
+    else:
+        go()
+        assert [line for line in said if "run.keep_best: no iteration had a metric 'value/spread_'" in line]
+
+
+def test_a_kill_while_the_best_is_replaced_costs_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("treerl_1p5b", {"algo.prompts": 3, "sampling.max_response_tokens": 60})
+    parts = fake_parts(config)
+    run, state = open_run(tmp_path, config.model_dump(mode="json"), resume=False), first_state(parts, 0)
+    run.keep_best(state, parts.backend, "x", float("nan"))
+    assert not (tmp_path / "best").exists(), "nothing is above a NaN: it must not be held"
+    run.keep_best(state, parts.backend, "x", 1.0)
+    rename, calls = Path.rename, []
+
+    def killed_at(self: Path, target: Path) -> Path:
+        calls.append(target)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed_at)
+    with pytest.raises(KeyboardInterrupt):
+        run.keep_best(state, parts.backend, "x", 2.0)
+    monkeypatch.undo()
+    run.resume(parts.backend)
+    assert json.loads((tmp_path / "best/best.json").read_text())["value"] == 1.0
+    assert load_state(tmp_path / "best").iteration == 0
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_checkpoints_are_whole_or_absent_and_old_ones_go(tmp_path: Path) -> None:
     run_fake(tmp_path, "attnrl_1p5b", 12)
     assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["000008", "000012"]

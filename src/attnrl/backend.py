@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
+from attnrl.errors import TrainingError
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
 
 
@@ -48,3 +51,52 @@ class Backend(Sampler, Protocol):
     def close(self) -> None:
         """Give back processes and memory; the engine is not used after it."""
         ...
+
+
+def generate_by(backend: Sampler, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+    """What an engine draws for some requests. TrainingError where it does not keep its promise: an engine of somebody's
+    own would otherwise train on log-probs of other tokens, or of another policy.
+    """
+    rollouts = backend.generate(requests, sampling)
+    _counted(backend, "generate", rollouts, len(requests))
+    for number, (request, rollout) in enumerate(zip(requests, rollouts, strict=True), start=1):
+        wrong = ""
+        if not 1 <= len(rollout.ids) <= request.max_tokens:
+            wrong = f"{len(rollout.ids)} tokens, where 1 to {request.max_tokens} may be drawn"
+        elif len(rollout.logprobs) != len(rollout.ids) or not np.all(np.isfinite(rollout.logprobs)):
+            wrong = f"{len(rollout.logprobs)} log-probs for {len(rollout.ids)} tokens; it needs a finite one for each"
+        elif rollout.finish not in ("stop", "length"):
+            wrong = f"finish {rollout.finish!r}; known: stop, length"
+        elif rollout.version != backend.version:
+            wrong = f"version {rollout.version}, where the policy has {backend.version}"
+        if wrong:
+            raise TrainingError(
+                f"the engine {_name(backend)} returned a rollout ({number} of {len(rollouts)}) with {wrong}"
+            )
+    return rollouts
+
+
+def score_by(backend: Backend, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
+    """What an engine scores; TrainingError where a response's scores do not fit its tokens and steps."""
+    scores = backend.score(requests, scoring)
+    _counted(backend, "score", scores, len(requests))
+    for number, (request, score) in enumerate(zip(requests, scores, strict=True), start=1):
+        wanted = (len(request.response), len(request.response), len(request.steps))
+        if (got := (len(score.logprobs), len(score.entropy), len(score.fci))) != wanted:
+            raise TrainingError(
+                f"the engine {_name(backend)} returned scores ({number} of {len(scores)}) with {got} log-probs, "
+                f"entropies and FCI; the response has {wanted[0]} tokens and {wanted[2]} steps"
+            )
+    return scores
+
+
+def _counted(backend: Sampler, verb: str, values: Sequence[object], wanted: int) -> None:
+    if not isinstance(values, list | tuple) or len(values) != wanted:
+        got = len(values) if isinstance(values, list | tuple) else type(values).__name__
+        raise TrainingError(
+            f"{verb} of the engine {_name(backend)} must return a list of {wanted}, one a request: {got}"
+        )
+
+
+def _name(backend: Sampler) -> str:
+    return type(backend).__name__

@@ -25,12 +25,14 @@ from attnrl.algo.forest import Plan, branch_requests, plan, plant, trunk_request
 from attnrl.algo.reasons import Reasons, explain
 from attnrl.algo.samples import Drop, with_signal
 from attnrl.algo.statistics import forest_statistics, generation_statistics, group_statistics, sample_statistics
-from attnrl.backend import Backend
+from attnrl.backend import Backend, generate_by, score_by
+from attnrl.errors import TrainingError
 from attnrl.types import (
     Attempt,
     Forest,
     Group,
     Ids,
+    Kept,
     Prompt,
     Request,
     Rollout,
@@ -130,7 +132,7 @@ def one_step_off_policy(state: State, parts: Parts) -> Outcome:
     # sample
     branches, trunks = request_branches(plans, parts, rng), request_trunks(prompts, parts, rng)
     with clock.phase("generate"):
-        rollouts = parts.backend.generate([*branches, *trunks], parts.sampling)
+        rollouts = generate_by(parts.backend, [*branches, *trunks], parts.sampling)
     with clock.phase("verify"):
         forests = grow(plans, rollouts[: len(branches)], parts, clock)
         verdicts = grade_trunks(prompts, rollouts[len(branches) :], parts, clock)
@@ -170,7 +172,7 @@ def two_calls(state: State, parts: Parts, *, fill: bool) -> Outcome:
         # sample
         prompts, stream = parts.stream.draw(stream, round(state.batch_size))
         with clock.phase("generate"):
-            rollouts = parts.backend.generate(request_trunks(prompts, parts, rng), parts.sampling)
+            rollouts = generate_by(parts.backend, request_trunks(prompts, parts, rng), parts.sampling)
         with clock.phase("verify"):
             verdicts = grade_trunks(prompts, rollouts, parts, clock)
         # score
@@ -186,7 +188,7 @@ def two_calls(state: State, parts: Parts, *, fill: bool) -> Outcome:
         dropped += [untrained(p.group, "the batch was full") for p in surplus]
     branches = request_branches(plans, parts, rng)
     with clock.phase("generate"):
-        second = parts.backend.generate(branches, parts.sampling) if branches else []
+        second = generate_by(parts.backend, branches, parts.sampling) if branches else []
     with clock.phase("verify"):
         forests = grow(plans, second, parts, clock)
     # update
@@ -221,7 +223,7 @@ def prime(state: State, parts: Parts, rng: np.random.Generator, clock: Clock) ->
     """The state with a batch's trunks waiting, and those trunks: the one extra generation call of a run."""
     prompts, stream = parts.stream.draw(state.stream, round(state.batch_size))
     with clock.phase("generate"):
-        rollouts = parts.backend.generate(request_trunks(prompts, parts, rng), parts.sampling)
+        rollouts = generate_by(parts.backend, request_trunks(prompts, parts, rng), parts.sampling)
     with clock.phase("verify"):
         verdicts = grade_trunks(prompts, rollouts, parts, clock)
     with clock.phase("score"):
@@ -235,6 +237,11 @@ def plan_branches(
 ) -> tuple[list[Plan], list[Forest], dict[str, Any]]:
     """Where the prompts that the filter keeps branch (Eq. 7-9), what it dropped and why, and what it remembers."""
     kept = parts.filter(groups, memory)
+    if not isinstance(kept, Kept) or not len(kept.mask) == len(kept.reasons) == len(groups):
+        raise TrainingError(
+            f"the filter {called(parts.filter)} must return an attnrl.types.Kept with a mask and reasons of "
+            f"{len(groups)}, one entry a group"
+        )
     plans, dropped = [], []
     for group, keep, reason in zip(groups, kept.mask, kept.reasons, strict=True):
         if keep:
@@ -242,6 +249,11 @@ def plan_branches(
         else:
             dropped.append(untrained(group, reason))
     return plans, dropped, kept.memory
+
+
+def called(part: Callable[..., Any]) -> str:
+    """The name of a part's function, for messages."""
+    return str(getattr(getattr(part, "func", part), "__name__", part))
 
 
 def untrained(group: Group, reason: str) -> Forest:
@@ -298,7 +310,7 @@ def score_trunks(
     steps = [parts.segment(r.ids) for r in rollouts]
     if parts.scoring is not None:
         asked = [ScoreRequest(p.ids, r.ids, s) for p, r, s in zip(owners, rollouts, steps, strict=True)]
-        scores = parts.backend.score(asked, parts.scoring)
+        scores = score_by(parts.backend, asked, parts.scoring)
     else:
         scores = [unscored(r, s) for r, s in zip(rollouts, steps, strict=True)]
     trunks = [Trunk(*row) for row in zip(rollouts, verdicts, steps, scores, strict=True)]
@@ -324,7 +336,7 @@ def update(forests: Sequence[Forest], parts: Parts, rng: np.random.Generator) ->
     if parts.credit is not None and samples:
         asked = [ScoreRequest(s.prompt, s.response, (Step(0, len(s.response)),)) for s in samples]
         scoring = replace(parts.scoring or Scoring(temperature=parts.sampling.temperature), fci=False)
-        samples = weigh(samples, parts.credit(samples, parts.backend.score(asked, scoring)))
+        samples = weigh(samples, parts.credit(samples, score_by(parts.backend, asked, scoring)))
     if any(sample.has_signal for sample in samples):
         metrics |= parts.backend.update(samples)
     return samples, metrics

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import platform
 import shutil
@@ -100,6 +101,8 @@ class Run:
         """Write `best/` anew where the metric is higher than of the iteration that it holds."""
         target = self.path / "best"
         held = json.loads((target / "best.json").read_text()) if (target / "best.json").exists() else None
+        if not math.isfinite(value):
+            return  # nothing is better or worse than that
         if held is None or held["metric"] != metric or value > held["value"]:
             words = {"metric": metric, "value": value, "iteration": state.iteration}
             self._write_whole(target, state, backend, words)
@@ -114,15 +117,22 @@ class Run:
         if best is not None:
             (unfinished / "best.json").write_text(json.dumps(best) + "\n")
         _sync(unfinished)
-        shutil.rmtree(target, ignore_errors=True)
+        replaced = target.with_name(f".replaced-{target.name}")
+        if target.exists():  # aside, not deleted: a kill between here and the end must not cost both
+            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
         unfinished.rename(target)
         _sync(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def resume(self, backend: Backend) -> State | None:
         """The state of the newest checkpoint, loaded into the backend; None where there is none yet.
 
         What was recorded after that checkpoint is dropped: it will be recorded again.
         """
+        for aside in (*self.path.glob(".replaced-*"), *(self.path / "checkpoints").glob(".replaced-*")):
+            target = aside.with_name(aside.name.removeprefix(".replaced-"))
+            shutil.rmtree(aside) if target.exists() else aside.rename(target)
         for leftover in (*self.path.glob(".unfinished-*"), *(self.path / "checkpoints").glob(".unfinished-*")):
             shutil.rmtree(leftover)
         newest = self.checkpoints[-1] if self.checkpoints else None

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from attnrl.errors import Interrupted
+from attnrl.algo.parts import listed, near
+from attnrl.errors import ConfigError, Interrupted
 from attnrl.iteration import Outcome, Parts, first_state
 from attnrl.run import Run
 from attnrl.types import State
@@ -51,7 +52,11 @@ def train(
     state = run.resume(parts.backend) or first_state(parts, seed)
     with stop_on_signals(say) as stop:
         if state.iteration == 0 and evaluate is not None:
-            record({"iteration": 0.0, **evaluate(0)})
+            first = evaluate(0)
+            record({"iteration": 0.0, **first})
+            if keep_best is not None and keep_best.startswith("eval/") and keep_best not in first:
+                hint = near(keep_best, first)
+                raise ConfigError(f"run.keep_best: evaluation gives no {keep_best!r}{hint}; it gives: {listed(first)}")
         while not finished(state, iterations, generated_tokens) and not stop.number:
             outcome = schedule(state, parts)
             state = outcome.state
@@ -65,6 +70,9 @@ def train(
             record(metrics)
             if keep_best is not None and keep_best in metrics:
                 run.keep_best(state, parts.backend, keep_best, metrics[keep_best])
+            elif keep_best is not None and last and not (run.path / "best").exists():
+                hint = near(keep_best, metrics)
+                say(f"run.keep_best: no iteration had a metric {keep_best!r}{hint}; nothing was kept")
             if last or stop.number or state.iteration % checkpoint_every == 0:
                 run.checkpoint(state, parts.backend, keep_checkpoints)
     if stop.number and not finished(state, iterations, generated_tokens):

@@ -409,3 +409,20 @@ def test_deepscaler_prompt_gives_its_own_problem_column(data_dir):
     bare = pq.read_table(file, columns=["problem"]).column("problem").to_pylist()
     records = load_records(file, allow_empty_answers=True)
     assert [r.problem for r in records] == [problem.strip() for problem in bare]
+
+
+def test_an_empty_cell_of_a_table_of_floats_is_no_answer(tmp_path):
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"problem": ["1+1?", "1+2?"], "answer": [2.0, float("nan")]}), file)
+    found = load_records(file)
+    assert [(r.where, r.answers) for r in found] == [("a.parquet:1", ("2",))]
+    assert [(s.where, s.reason) for s in found.skipped] == [("a.parquet:2", "empty answer")]
+
+
+def test_columns_that_rewards_cannot_see_are_named(tmp_path):
+    file = tmp_path / "a.jsonl"
+    rows = [{"problem": f"{i}?", "answer": i, "level": i, "tests": "x" * (70_000 * i), "note": None} for i in range(2)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load_records(file)
+    assert [sorted(r.info) for r in found] == [["level", "tests"], ["level"]]
+    assert found.unseen == ("tests",)

@@ -6,6 +6,8 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -125,6 +127,45 @@ async def blocking(attempt):
 
 
 broken_import = 3
+
+
+def keyed(attempts):
+    return {i: 1.0 for i in range(len(attempts))}
+
+
+def unheard(attempts):
+    return [Verdict(1.0, "x", parts={"q": float("nan")}) for _ in attempts]
+
+
+def starts_another(attempts):
+    import subprocess
+    subprocess.run(["sleep", "614"])
+
+
+@declare(here=True)
+def fails_here(attempts):
+    return [1 / 0 for _ in attempts]
+
+
+@declare(here=True)
+def never_works(attempts):
+    raise KeyError("service")
+
+
+def two(attempts, level):
+    return [1.0 for _ in attempts]
+
+
+def typed(attempts, *, share: float = 0.5):
+    return [share for _ in attempts]
+
+
+async def stuck(attempt):
+    await asyncio.to_thread(time.sleep, 600)
+
+
+async def ends(attempt):
+    sys.exit(2)
 '''
 
 
@@ -297,11 +338,60 @@ def test_a_file_that_imports_here_but_not_in_a_worker_is_an_error_of_ours(own_fi
         ("broken_import", {}, "is not a function but int"),
         ("level", {"bonuss": 1}, "no option 'bonuss'; did you mean 'bonus'"),
         ("judge", {"waits": 1}, "no option 'waits'; did you mean 'wait'"),
+        ("two", {}, r"must be callable as \(attempts\), .*'level'"),
+        ("typed", {"share": "half"}, "option share = 'half': input should be a valid number"),
+        ("never_works", {}, "KeyError: 'service'"),
     ],
 )
 def test_mistakes_are_said_before_work_starts(own_file: str, function: str, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         built(own_file, function, options)
+
+
+@pytest.mark.parametrize("code", ["def f(:", "1 / 0", "import sys; sys.exit(4)"])
+def test_a_file_that_fails_or_ends_while_it_is_imported_is_said(tmp_path: Path, code: str, own_file: str) -> None:
+    (tmp_path / f"{own_file}_bad.py").write_text(code)
+    with pytest.raises(ConfigError, match=r"cannot import .*: (SyntaxError|ZeroDivisionError|SystemExit): "):
+        built(f"{own_file}_bad", "f")
+
+
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [
+        ("keyed", "not dict"),
+        ("unheard", "not q = nan"),
+        ("fails_here", "ZeroDivisionError: "),
+        ("ends", "SystemExit: 2"),
+    ],
+)
+def test_what_is_no_list_of_finite_rewards_is_an_error_with_its_cause(own_file: str, function: str, cause: str) -> None:
+    with built(own_file, function, max_error_share=1.0) as rewards:
+        verdicts = rewards.grade(attempts("a", "b"))
+    assert [cause in str(v.error) for v in verdicts] == [True, True]
+
+
+def test_what_a_function_started_ends_with_its_worker(own_file: str) -> None:
+    def running() -> list[str]:
+        lines = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
+        return [line.decode() for line in lines if line == b"sleep\x00614\x00"]
+
+    with built(own_file, "starts_another", timeout_s=0.5) as rewards:
+        (verdict,) = rewards.grade(attempts("a"))
+        assert verdict.rule == "timeout"
+        assert not running()
+
+
+def test_a_call_that_hangs_in_a_thread_does_not_hold_up_the_end_of_the_program(own_file: str, tmp_path: Path) -> None:
+    code = (
+        "from attnrl.reward import build_rewards\nfrom attnrl.types import Attempt\n"
+        f"with build_rewards([('{own_file}:stuck', 1.0, {{}})], async_timeout_s=0.2, max_error_share=1.0) as rewards:\n"
+        "    print([v.error for v in rewards.grade([Attempt('', (), 'a')])])\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [tmp_path, *sys.path]))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "timeout: no answer within 0.2 s" in done.stdout
 
 
 def test_async_functions_get_one_attempt_each_and_run_together(own_file: str) -> None:

@@ -107,7 +107,7 @@ def test_no_attempts_no_verdicts() -> None:
         ([("math", 1.0, {}), ("exact", 1.0, {"hole": 1})], r"reward 2 \(exact\): .*no option 'hole'.*; it has: whole"),
         ([("overlong", 1.0, {})], r"overlong\): .*needs the option 'max_response_tokens'"),
         ([("overlong", 1.0, {"max_response_tokens": 10, "buffer": 11})], "buffer = 11: must be within 1 and"),
-        ([("format", 1.0, {"tags": "think"})], "tags = 'think': must be a list"),
+        ([("format", 1.0, {"tags": "think"})], "option tags = 'think': input should be a list"),
         ([("nowhere.at_all:judge", 1.0, {})], "cannot import 'nowhere.at_all:judge'"),
     ],
 )

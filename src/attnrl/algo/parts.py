@@ -72,12 +72,27 @@ def find(table: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., An
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:  # the last two: no module, a relative one
-        raise ValueError(f"cannot import {name!r}: {error}") from error
+    except (Exception, SystemExit) as error:  # a module of the user's own may fail, or end, in any way
+        plain = isinstance(error, ImportError | AttributeError | ValueError | TypeError)
+        raise ValueError(f"cannot import {name!r}: {error if plain else f'{type(error).__name__}: {error}'}") from error
     if not callable(found):
         raise ValueError(f"{name!r} is not a function but {type(found).__name__}")
     function: Callable[..., Any] = found
     return function
+
+
+def check_call(part: Callable[..., Any], *names: str) -> None:
+    """Raise ValueError where a part, its options bound, cannot be called with these positional values.
+
+    >>> check_call(lambda forest: [], "forest", "rng")
+    Traceback (most recent call last):
+    ValueError: must be callable as (forest, rng), options being keyword-only: too many positional arguments
+    """
+    try:
+        inspect.signature(part).bind(*names)
+    except TypeError as error:
+        shape = ", ".join(names)
+        raise ValueError(f"must be callable as ({shape}), options being keyword-only: {error}") from None
 
 
 def near(name: str, known: Any) -> str:

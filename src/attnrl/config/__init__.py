@@ -5,6 +5,7 @@ A preset is a sparse TOML file: it holds only what differs from the defaults bel
 """
 
 from attnrl.config.base import Names, Section
+from attnrl.config.options import check_options
 from attnrl.config.reading import explain, keys, load_config, may_change, presets, read_preset
 from attnrl.config.sections import (
     AlgoConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "UpdateConfig",
     "VerifyConfig",
     "VerlConfig",
+    "check_options",
     "explain",
     "keys",
     "load_config",

@@ -49,6 +49,8 @@ def read_preset(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
         values = json.loads(text) if name.endswith(".json") else tomllib.loads(text)
     except ValueError as error:
         raise ConfigError(f"{name}: not valid {name.rpartition('.')[2].upper()}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name}: holds a {type(values).__name__}, not an object with the sections of a config")
     base = values.pop("base", None)
     return values if base is None else _merge(read_preset(str(base), (*above, name)), values)
 

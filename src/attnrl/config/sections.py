@@ -24,6 +24,13 @@ class ModelConfig(Section):
     lora_targets: Names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Linear layers that get LoRA adapters."""
 
+    @model_validator(mode="after")
+    def _lora_is_asked_for(self) -> Self:
+        for key in ("lora_alpha", "lora_targets"):
+            if not self.lora_rank and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is set, but lora_rank is 0: nothing takes it; set lora_rank, or leave it out")
+        return self
+
 
 class LocalConfig(Section):
     """The engine on one machine, CPU or one CUDA GPU."""

@@ -79,6 +79,7 @@ class Records:
     source: str
     layout: str  # of the first row
     skipped: tuple[Skipped, ...] = ()
+    unseen: tuple[str, ...] = ()  # columns that rewards do not see in some row: too large, or not JSON
 
     @property
     def rows(self) -> int:
@@ -124,6 +125,7 @@ def load_records(
     skipped: list[Skipped] = []
     layouts: dict[tuple[str, ...], tuple[str, ...]] = {}  # by column names: rows of one file seldom differ
     unknown: DataError | None = None
+    unseen: dict[str, None] = {}
     for row in iterate_rows(source, split):
         if limit is not None and len(records) + len(skipped) >= limit:
             break
@@ -140,6 +142,7 @@ def load_records(
         record = _record(row, str(source), layouts[names], allow_empty_answers)
         if isinstance(record, Record):
             records.append(record)
+            unseen |= {n: None for n, v in row.columns.items() if _is_left_out(n, v, record, layouts[names])}
         elif strict:
             raise DataError(
                 f"{record.where}: {record.reason}; fix or remove the row, or leave such rows out "
@@ -153,7 +156,7 @@ def load_records(
         why = f"all {len(skipped)} were left out, {skipped[0].where}: {skipped[0].reason}" if skipped else "it is empty"
         raise DataError(f"{source}: no usable row: {why}")
     layout = "/".join(next(iter(layouts.values())))
-    return Records(tuple(records), str(source), layout, tuple(skipped))
+    return Records(tuple(records), str(source), layout, tuple(skipped), tuple(unseen))
 
 
 def find_layout(
@@ -223,6 +226,11 @@ def other_columns(columns: Mapping[str, Any], used: Collection[str]) -> dict[str
     return {n: v for n, v in columns.items() if n.lower() not in used and v is not None and _fits_json(v)}
 
 
+def _is_left_out(name: str, value: object, record: Record, layout: Collection[str]) -> bool:
+    """Whether a column that is not empty is missing from what rewards see of its row."""
+    return name not in record.info and name.lower() not in layout and value is not None and value == value
+
+
 def _fits_json(value: object) -> bool:
     if isinstance(value, (bool, int)):
         return True
@@ -270,7 +278,7 @@ def parse_answers(value: object, column: str = "answer") -> tuple[str, ...]:
     >>> parse_answers(r"so $x=\boxed{\frac{1}{2}}$.", "solution")
     ('\\frac{1}{2}',)
     """
-    if value is None:
+    if value is None or value != value:  # NaN is how tables of floats write an empty cell
         return ()
     if isinstance(value, dict):
         lower = {str(name).lower(): inner for name, inner in value.items()}

@@ -24,7 +24,7 @@ def train_records(config: Config, say: Say) -> list[Record]:
     """
     from attnrl.data.audit import clean, decontaminate
     from attnrl.data.benchmarks import load_benchmark
-    from attnrl.data.records import load_records
+    from attnrl.data.records import LARGEST, load_records
 
     data = config.data
     if not data.train:
@@ -39,6 +39,11 @@ def train_records(config: Config, say: Say) -> list[Record]:
             raise DataError(f"{source}: no row can be trained on; {found.report()}")
         if found.skipped:
             say(found.report())
+        if found.unseen:
+            say(
+                f"{source}: rewards do not see {', '.join(found.unseen)} in every row: more than {LARGEST:,} "
+                "characters, or no JSON"
+            )
         records += found.records
     if data.decontaminate:
         benchmarks = [load_benchmark(name, data.directory) for name in data.decontaminate]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnrl.algo.parts import find, listed, near
-from attnrl.config import Config
+from attnrl.config import Config, check_options
 from attnrl.errors import ConfigError, MissingFileError
 from attnrl.run import Run
 from attnrl.types import Ids
@@ -42,7 +42,10 @@ def find_engine(config: Config) -> Callable[..., Backend]:
 
 def check_factory(name: str, factory: Callable[..., Backend], options: Mapping[str, Any]) -> None:
     """Raise where an engine's factory does not take what it is called with: the model, and its options."""
-    wanted = inspect.signature(factory).parameters
+    try:
+        wanted = inspect.signature(factory).parameters
+    except ValueError as error:
+        raise ConfigError(f"engine.name: {name!r} is no factory of engines: {error}") from None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
     if not takes_any and (missing := [key for key in FACTORY_KEYS if key not in wanted]):
         shape = "(config, *, model, tokenizer, learn=True, ...)"
@@ -53,6 +56,10 @@ def check_factory(name: str, factory: Callable[..., Backend], options: Mapping[s
         raise ConfigError(f"engine.options: {name!r} has no option {unknown[0]!r}{hint}; it has: {listed(own)}")
     if missing := [key for key, p in own.items() if p.default is p.empty and key not in options]:
         raise ConfigError(f"engine.options: {name!r} needs the option {missing[0]!r}")
+    try:
+        check_options(factory, options)
+    except ValueError as error:
+        raise ConfigError(f"engine.options: {error}") from None
 
 
 def check_engine(factory: Callable[..., Backend], config: Config, model: str, run_dir: Path) -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from attnrl.algo.adaptive import BUDGETS, FILTERS, full_batch, most_points
 from attnrl.algo.advantages import ESTIMATORS
 from attnrl.algo.credit import CREDITS, no_credit
-from attnrl.algo.parts import bind, find, read_by
+from attnrl.algo.parts import bind, check_call, find, read_by
 from attnrl.algo.rules import RULES
 from attnrl.algo.steps import SEGMENTERS
-from attnrl.config import AlgoConfig, Config
+from attnrl.config import AlgoConfig, Config, check_options
 from attnrl.errors import ConfigError
 from attnrl.iteration import SCHEDULES, Parts, Stream
 from attnrl.launch.models import decoder
@@ -32,6 +32,15 @@ KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {  # the parts of [algo] th
     "credit": CREDITS,
 }
 
+CALLED = {  # what the loop calls each with
+    "segmenter": ("texts",),
+    "rule": ("prompt", "trunk", "rng"),
+    "filter": ("groups", "memory"),
+    "budget": ("accuracy", "trees"),
+    "estimator": ("forest", "rng"),
+    "credit": ("samples", "scores"),
+}
+
 
 def check_parts(config: Config) -> dict[str, partial[Any]]:
     """The named parts of [algo] with their options bound. A wrong name or option, or a key of [algo] that is set but
@@ -42,10 +51,12 @@ def check_parts(config: Config) -> dict[str, partial[Any]]:
     for kind, table in KINDS.items():
         try:
             bound[kind] = bind(table, knobs[kind], knobs[f"{kind}_options"], knobs)
+            check_options(bound[kind].func, knobs[f"{kind}_options"])
+            check_call(bound[kind], *CALLED[kind])
         except ValueError as error:
             raise ConfigError(f"algo.{kind}: {error}") from None
     try:
-        find(SCHEDULES, config.algo.schedule)
+        check_call(find(SCHEDULES, config.algo.schedule), "state", "parts")
     except ValueError as error:
         raise ConfigError(f"algo.schedule: {error}") from None
     check_taken(config.algo, bound)

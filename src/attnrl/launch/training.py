@@ -14,7 +14,13 @@ from attnrl.config import Config, load_config
 from attnrl.console import console_line
 from attnrl.errors import ConfigError, MissingFileError
 from attnrl.iteration import SCHEDULES
-from attnrl.launch.data import evaluation_prompts, evaluation_records, prompt_stream, train_records
+from attnrl.launch.data import (
+    evaluation_prompts,
+    evaluation_records,
+    evaluation_samples,
+    prompt_stream,
+    train_records,
+)
 from attnrl.launch.evaluating import build_evaluate
 from attnrl.launch.models import (
     check_engine,
@@ -81,6 +87,7 @@ def train(
     bound = check_parts(config)
     check_trackers(config.run.trackers)
     check_loss(config)
+    check_evaluation(config)
     engine, rewards = find_engine(config), open_rewards(config)
     model = check_model(config.model.path)
     values = config.model_dump(mode="json")
@@ -149,6 +156,16 @@ def check_loss(config: Config) -> None:
     from attnrl.policy.objective import objective  # torch: not before it is needed
 
     objective(config.update)
+
+
+def check_evaluation(config: Config) -> None:
+    """Raise where [evaluation] asks for what its samples cannot give, or the best is chosen by what is not measured."""
+    from attnrl.evaluation import check_samples
+
+    if config.evaluation.every:
+        check_samples(evaluation_samples(config), config.evaluation.ks)
+    elif (config.run.keep_best or "").startswith("eval/"):
+        raise ConfigError(f"run.keep_best = {config.run.keep_best!r}, but nothing is evaluated; set evaluation.every")
 
 
 def trackers_of(config: Config, run_dir: Path, state: State | None) -> Sequence[Observer]:

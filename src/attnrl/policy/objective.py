@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnrl.algo.parts import bind
-from attnrl.config import UpdateConfig
+from attnrl.config import UpdateConfig, check_options
 from attnrl.errors import ConfigError
 from attnrl.policy.losses import LOG_LIMIT, LOSSES, Loss, TokenLoss, ratio
 
@@ -47,6 +47,7 @@ def objective(options: UpdateConfig) -> Objective:
     knobs = {name: getattr(options, name) for name in UpdateConfig.model_fields if not name.startswith("loss")}
     try:
         loss = bind(LOSSES, options.loss, options.loss_options, knobs)
+        check_options(loss.func, options.loss_options)
     except ValueError as error:
         raise ConfigError(f"update.loss: {error}") from None
     for name in LOSS_KNOBS:

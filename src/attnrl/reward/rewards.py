@@ -12,7 +12,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from attnrl.algo.parts import bind, find
+from attnrl.algo.parts import bind, check_call, find
+from attnrl.config import check_options
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.reward.builtin import REWARDS
 from attnrl.reward.declare import HERE, TRUNCATED, WHOLE, declared
@@ -20,6 +21,7 @@ from attnrl.reward.runners import Finish, Here, InLoop, InWorkers, Runner
 from attnrl.types import Attempt, Verdict
 from attnrl.verify import Verifier
 from attnrl.verify.pool import Pool, Served
+from attnrl.verify.worker import reply_to
 
 Reward = Callable[[Sequence[Attempt]], list[Verdict]]
 """What the loop calls; `Rewards.grade` is one."""
@@ -178,6 +180,8 @@ def build_rewards(
         label = label if labels[label] == 1 else f"{label}_{labels[label]}"
         try:
             part = _bound(name, options, {**(knobs or {}), "verifier": verifier})
+            check_options(part.func, options)
+            check_call(part, "attempt" if inspect.iscoroutinefunction(part.func) else "attempts")
             runner = _runner(part, name, label, verifier, concurrency, async_timeout_s)
         except ValueError as error:
             raise ConfigError(f"reward {at} ({name}): {error}") from error
@@ -193,7 +197,8 @@ def _runner(
     if inspect.iscoroutinefunction(function):
         return InLoop(part, label, concurrency=concurrency, timeout_s=async_timeout_s)
     if declared(function, HERE):
-        part([])  # options out of range are said now
+        if "error" in (reply := reply_to(part, [])):  # options out of range are said now
+            raise ValueError(reply["message"].removeprefix("ValueError: "))
         return Here(part, label)
     path = name if ":" in name else f"{function.__module__}:{function.__name__}"
     served = Served(
@@ -206,4 +211,6 @@ def _runner(
 def _bound(name: str, options: Mapping[str, Any], knobs: Mapping[str, Any]) -> partial[Any]:
     """The reward function with knobs and options bound; the verifier cannot be handed to another process."""
     withheld = () if declared(find(REWARDS, name), HERE) else ("verifier",)
+    if "verifier" in options:
+        raise ValueError(f"{name!r} has no option 'verifier'; the limits of ours are those of [verify]")
     return bind(REWARDS, name, options, {k: v for k, v in knobs.items() if k not in withheld})

@@ -18,6 +18,7 @@ from attnrl.errors import DataError
 from attnrl.reward.verdicts import as_verdict, as_verdicts, attempt_row, verdict_row
 from attnrl.types import Attempt, Verdict
 from attnrl.verify.pool import Pool, Reply
+from attnrl.verify.worker import reply_to
 
 PIECE = 8  # attempts that a worker gets at a time
 BROKEN = ("timeout", "memory", "limit", "crash")  # rules of a response that broke the function
@@ -45,7 +46,14 @@ class Here:
         self.function, self.label = function, label
 
     def start(self, attempts: Sequence[Attempt]) -> Finish:
-        return lambda: as_verdicts(self.function(attempts), self.label, len(attempts))
+        def finish() -> list[Verdict]:
+            reply = reply_to(lambda: as_verdicts(self.function(attempts), self.label, len(attempts)))
+            if "error" in reply:  # as in a worker: what raises is an error with its cause
+                return [Verdict(0.0, self.label, None, reply["message"])] * len(attempts)
+            verdicts: list[Verdict] = reply["value"]
+            return verdicts
+
+        return finish
 
     def close(self, *, wait: bool = True) -> None:
         pass
@@ -141,12 +149,19 @@ class InLoop:
 
         async def one(attempt: Attempt) -> Verdict:
             async with free:
-                value = await asyncio.wait_for(self.function(attempt), self.timeout_s)
+                value = await asyncio.wait_for(self._call(attempt), self.timeout_s)
             verdict = as_verdict(value, self.label)
             return Verdict(**verdict_row(verdict))
 
         ends = await asyncio.gather(*map(one, attempts), return_exceptions=True)
         return [end if isinstance(end, Verdict) else self._failed(end) for end in ends]
+
+    async def _call(self, attempt: Attempt) -> Any:
+        """The function's value; where it asks for the end of the program, an error: that would end the loop alone."""
+        try:
+            return await self.function(attempt)
+        except (SystemExit, KeyboardInterrupt) as end:
+            raise RuntimeError(f"{type(end).__name__}: {end}") from end
 
     def _failed(self, error: BaseException) -> Verdict:
         late = isinstance(error, TimeoutError) and not str(error)
@@ -157,7 +172,7 @@ class InLoop:
         """The event loop; started with the first batch, and anew in a forked child."""
         if self.loop is None or self.owner != os.getpid():
             self.loop, self.owner = asyncio.new_event_loop(), os.getpid()
-            self.loop.set_default_executor(ThreadPoolExecutor(self.concurrency))  # of asyncio.to_thread
+            self.loop.set_default_executor(Threads())  # of asyncio.to_thread
             threading.Thread(target=_serve, args=(self.loop,), daemon=True, name=f"attnrl-reward-{self.label}").start()
         return self.loop
 
@@ -165,6 +180,25 @@ class InLoop:
         if self.loop is not None and self.owner == os.getpid():
             self.loop.call_soon_threadsafe(self.loop.stop)
         self.loop = None
+
+
+class Threads(ThreadPoolExecutor):
+    """A thread for each call, and none that is waited for at the end of the program: a call that hangs holds up
+    neither the next one nor the end.
+    """
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(*args, **options))
+                except BaseException as error:  # noqa: BLE001 - the caller's to raise
+                    future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True, name="attnrl-reward-call").start()
+        return future
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from attnrl.algo.parts import find
@@ -19,12 +19,15 @@ def as_verdict(value: Any, rule: str) -> Verdict:
     verdict = value if isinstance(value, Verdict) else Verdict(_number(value), rule)
     if not math.isfinite(verdict.reward):
         raise ValueError(f"a reward must be a finite number, not {verdict.reward}")
+    if bad := [name for name, part in verdict.parts.items() if not math.isfinite(part)]:
+        raise ValueError(f"a reward's parts must be finite numbers, not {bad[0]} = {verdict.parts[bad[0]]}")
     return verdict
 
 
 def as_verdicts(values: Any, rule: str, count: int) -> list[Verdict]:
     """The values of one call for a batch of `count` attempts."""
-    if isinstance(values, str | bytes | int | float | Verdict) or not hasattr(values, "__len__"):
+    unordered = isinstance(values, Mapping | Set)
+    if unordered or isinstance(values, str | bytes | int | float | Verdict) or not hasattr(values, "__len__"):
         raise TypeError(f"a reward returns a list with one entry an attempt, not {type(values).__name__}")
     if len(values) != count:
         raise ValueError(f"a reward returns one entry an attempt: {len(values)} for {count} attempts")
@@ -32,7 +35,7 @@ def as_verdicts(values: Any, rule: str, count: int) -> list[Verdict]:
 
 
 def _number(value: Any) -> float:
-    if value is None or isinstance(value, str):
+    if value is None or isinstance(value, str | bytes):
         raise TypeError(f"a reward is a number or a Verdict, not {value!r}")
     return float(value)
 

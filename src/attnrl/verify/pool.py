@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -90,6 +91,7 @@ class Process:
                 stderr=None if self.served.heard else subprocess.DEVNULL,
                 env=os.environ | fixed | {"PYTHONPATH": path},
                 bufsize=0,
+                start_new_session=True,  # what it starts itself ends with it
             )
         except OSError as error:
             raise NoWorkerError(str(error)) from error
@@ -187,7 +189,7 @@ class Process:
         if self.popen is None:
             return
         popen, self.popen = self.popen, None
-        popen.kill()
+        _end(popen)
         popen.wait()
         for pipe in (popen.stdin, popen.stdout):
             if pipe:
@@ -198,7 +200,7 @@ class Process:
         self.over = True
         popen = self.popen
         if popen is not None:
-            popen.kill()
+            _end(popen)
 
     def forget(self) -> None:
         """In a forked child: closes the inherited pipes, leaves the parent's worker alone."""
@@ -208,6 +210,13 @@ class Process:
             for pipe in (popen.stdin, popen.stdout):
                 if pipe:
                     pipe.close()
+
+
+def _end(popen: subprocess.Popen[bytes]) -> None:
+    """Kills a worker and what it started; the worker leads a process group of its own, which outlives it."""
+    with suppress(ProcessLookupError, PermissionError):  # nobody left; on some systems, nobody but the dead
+        os.killpg(popen.pid, signal.SIGKILL)
+    popen.kill()
 
 
 @dataclass(slots=True)
