@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -22,10 +23,13 @@ TINY = (
 
 
 class Command:
-    """An attnrl command in a session of its own, its output in a file."""
+    """An attnrl command in a session of its own, its output in a file. What it starts carries its mark in the
+    environment, whatever session that is in.
+    """
 
     def __init__(self, folder: Path, *words: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.mark = f"ATTNRL_TEST_MARK={uuid4().hex}"
         self.file = folder / f"output-{time.monotonic_ns()}"
         with self.file.open("w") as out:
             self.process = subprocess.Popen(
@@ -34,7 +38,7 @@ class Command:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 cwd=folder,
-                env=os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
+                env=os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"} | dict([self.mark.split("=")]),
             )
 
     @property
@@ -55,16 +59,16 @@ class Command:
         return self.process.wait(timeout=LIMIT)
 
     def members(self) -> dict[int, str]:
-        """Processes of its session by their id, zombies left out."""
+        """Processes with its mark by their id, zombies left out."""
         found = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 name, _, rest = stat.read_text().rpartition(") ")
                 command = (stat.parent / "cmdline").read_text().replace("\0", " ")
+                marked = self.mark.encode() in (stat.parent / "environ").read_bytes().split(b"\0")
             except OSError:  # it ended just now
                 continue
-            state, _, _, session = rest.split()[:4]
-            if int(session) == self.process.pid and state != "Z":
+            if marked and rest.split()[0] != "Z":
                 found[int(stat.parent.name)] = f"{name} {command}"
         return found
 
