@@ -1,7 +1,8 @@
-"""A run whose rewards fail: it stops, says why, and leaves no process."""
+"""Runs of the real command that fail or learn nothing: they say why."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,18 +11,38 @@ from pathlib import Path
 SMALL = "--algo.prompts 2 --algo.group 2 --run.iterations 3 --evaluation.every 0 --data.train_tasks 50"
 
 
-def test_a_batch_of_errors_alone_stops_the_run_with_the_cause(tmp_path: Path) -> None:
-    (tmp_path / "faulty.py").write_text("def broken(attempts):\n    raise KeyError('no such column')\n")
-    words = ["train", "demo", "--run-dir", "run", "--reward", "faulty:broken", *SMALL.split()]
-    answer = subprocess.run(
+def attnrl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-m", "attnrl", *words],
         capture_output=True,
         text=True,
         check=False,
-        cwd=tmp_path,
+        cwd=folder,
         env=os.environ | {"COLUMNS": "200"},
     )
+
+
+def test_a_batch_of_errors_alone_stops_the_run_with_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text("def broken(attempts):\n    raise KeyError('no such column')\n")
+    words = ["train", "demo", "--run-dir", "run", "--reward", "faulty:broken", *SMALL.split()]
+    answer = attnrl(tmp_path, *words)
     assert answer.returncode == 2, answer.stderr
     assert "4 of 4 rewards of a batch are errors" in answer.stderr
     assert "no such column" in answer.stderr
     assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_run_that_learns_nothing_says_so_and_keeps_its_best_all_the_same(tmp_path: Path) -> None:
+    """Responses of at most 8 tokens are all cut off: nothing can be right, nothing is trained on."""
+    held_out = "--evaluation.every 1 --evaluation.tasks 4 --run.keep_best eval/tasks/pass@1"
+    words = f"{SMALL.replace('--evaluation.every 0', held_out)} --sampling.max_response_tokens 8"
+    answer = attnrl(tmp_path, "train", "demo", "--run-dir", "run", *words.split())
+    assert answer.returncode == 0, answer.stderr
+    said = "nothing trained in 3 of 3 iterations: all responses wrong, 100 % cut off at 8 tokens, no trunk branched"
+    assert said in answer.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    best = json.loads((tmp_path / "run/best/best.json").read_text())
+    assert best["value"] == max(row["eval/tasks/pass@1"] for row in rows if row["iteration"] > 0)
+    assert (tmp_path / "run/best/model/config.json").exists()
+    assert attnrl(tmp_path, "report", "run").returncode == 0
+    assert "nothing trained in 3 of 3 iterations" in (tmp_path / "run/report.html").read_text()
