@@ -402,7 +402,7 @@ def run_tests(mutated: Mutated, tests: Sequence[str], examples: int) -> int:
     hypothesis.settings.register_profile(
         "mutants", max_examples=examples, deadline=None, derandomize=True, database=None, print_blob=False
     )
-    hypothesis.settings.load_profile("mutants")
+    os.environ["HYPOTHESIS_PROFILE"] = "mutants"  # read by tests/conftest.py
     sys.meta_path.insert(0, mutated)
     return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--tb=no", *tests]))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("attnrl", deadline=None)  # a busy machine is no fault of the code
-settings.load_profile("attnrl")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "attnrl"))
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests/fakes.py
 
