@@ -50,7 +50,7 @@ def branches() -> list[Request]:
     return [requests[i] for i in rng.permutation(len(requests))]
 
 
-def same(a: list[Rollout], b: list[Rollout]) -> None:
+def assert_same(a: list[Rollout], b: list[Rollout]) -> None:
     for x, y in zip(a, b, strict=True):
         assert (x.ids.tolist(), x.finish) == (y.ids.tolist(), y.finish)
         np.testing.assert_allclose(x.logprobs, y.logprobs, atol=1e-4)
@@ -65,8 +65,8 @@ def test_the_same_draws_as_over_slots(kind: str, sampling: Sampling) -> None:
     assert {r.finish for r in expected} == {"stop", "length"}
     for settings in ({"rows": 1}, {"rows": 4, "check_every": 7, "prefill_tokens": 50}, {"rows": 64}):
         sampler, batch = paged(model, **settings)
-        same(expected, sampler.generate(requests, sampling, version=0))
-        same(expected, sampler.generate(requests, sampling, version=0))  # pages and state are kept between calls
+        assert_same(expected, sampler.generate(requests, sampling, version=0))
+        assert_same(expected, sampler.generate(requests, sampling, version=0))  # pages and state are kept between calls
         assert batch.pool is not None
         assert batch.pool.used == 0
 
@@ -77,7 +77,7 @@ def test_too_few_pages_put_rows_back_and_change_nothing() -> None:
     requests = [Request(as_ids([5 + i % 4, 6]), 70 + i, seed) for i, seed in enumerate(range(10))]
     expected = Sampler(model, stop_ids=()).generate(requests, Sampling(), version=0)
     sampler, batch = paged(model, stop_ids=(), cache_bytes=10 * PAGE_BYTES, check_every=5)
-    same(expected, sampler.generate(requests, Sampling(), version=0))
+    assert_same(expected, sampler.generate(requests, Sampling(), version=0))
     assert sampler.stats.put_back > 0
     assert sampler.stats.cache_peak_bytes <= 9 * PAGE_BYTES
     assert batch.pool is not None
@@ -89,7 +89,7 @@ def test_the_pool_always_holds_the_longest_request() -> None:
     request = Request(as_ids(np.arange(50)), 150, 1)
     [expected] = Sampler(model, stop_ids=()).generate([request], Sampling(), version=0)
     sampler, _ = paged(model, stop_ids=(), cache_bytes=1)
-    same([expected] * 2, sampler.generate([request, request], Sampling(), version=0))
+    assert_same([expected] * 2, sampler.generate([request, request], Sampling(), version=0))
 
 
 def test_what_rows_share_is_stored_once() -> None:
@@ -133,10 +133,10 @@ def test_a_call_that_breaks_off_leaves_the_next_one_whole(monkeypatch: pytest.Mo
     monkeypatch.setattr(batch._forward, "logits", fails)
     with pytest.raises(KeyboardInterrupt):
         sampler.generate(requests, Sampling(), version=0)
-    same(expected, sampler.generate(requests, Sampling(), version=0))
+    assert_same(expected, sampler.generate(requests, Sampling(), version=0))
     sampler.release()
     assert batch.pool is None
-    same(expected, sampler.generate(requests, Sampling(), version=0))
+    assert_same(expected, sampler.generate(requests, Sampling(), version=0))
 
 
 def test_weights_changed_in_place_are_seen_and_nan_stops_it() -> None:
@@ -149,7 +149,7 @@ def test_weights_changed_in_place_are_seen_and_nan_stops_it() -> None:
             parameter.mul_(1.2)
     [new] = sampler.generate([request], Sampling(), version=1)
     assert old.ids.tolist() != new.ids.tolist()
-    same([new], Sampler(model, stop_ids=()).generate([request], Sampling(), version=1))
+    assert_same([new], Sampler(model, stop_ids=()).generate([request], Sampling(), version=1))
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
     with pytest.raises(TrainingError, match="not finite"):
@@ -163,4 +163,4 @@ def test_learned_positions_up_to_the_last() -> None:
     requests = [Request(as_ids(rng.integers(0, VOCABULARY, n)), 48 - n, n) for n in (40, 45, 47, 20, 2)]
     expected = Sampler(model, stop_ids=STOPS).generate(requests, Sampling(), version=0)
     sampler, _ = paged(model, check_every=16)
-    same(expected, sampler.generate(requests, Sampling(), version=0))
+    assert_same(expected, sampler.generate(requests, Sampling(), version=0))
