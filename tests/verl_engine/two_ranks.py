@@ -1,12 +1,13 @@
-"""Score and learn on two gloo ranks with torch alone, against one model in one process: torchrun two_ranks.py MODEL
+"""Score and learn on two gloo ranks with torch alone, against one model in one process: torchrun two_ranks.py MODEL OUT
 
 Layers, embedding and head are sharded apart, as verl does it; the ranks get different numbers of packs and of chunks of
-the head. Prints one JSON line a rank.
+the head. Writes OUT/RANK.json (lines of two processes on one pipe can mix).
 """
 
 import json
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -56,17 +57,13 @@ def main() -> None:
     local = Learner(plain, options=OPTIONS).accumulate(samples, [list(range(len(samples)))])
     pairs = list(zip(module.parameters(), plain.parameters(), strict=True))
     wrong = max((p.grad.full_tensor() - q.grad).abs().max().item() for p, q in pairs)
-    print(
-        json.dumps(
-            {
-                "score_gap": float(max(gaps)),
-                "loss": [loss / units, local.total("loss") / local.units],
-                "gradient_gap": wrong,
-                "gradient": max(q.grad.abs().max().item() for _, q in pairs),
-            }
-        ),
-        flush=True,
-    )
+    figures = {
+        "score_gap": float(max(gaps)),
+        "loss": [loss / units, local.total("loss") / local.units],
+        "gradient_gap": wrong,
+        "gradient": max(q.grad.abs().max().item() for _, q in pairs),
+    }
+    Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(figures))
     dist.destroy_process_group()
 
 
