@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 
 from attnrl.verify import Verifier
-from attnrl.verify.pool import KILLS, STARTS, TRIES, Pool, Reply, Served
+from attnrl.verify.pool import KILLS, STARTS, TRIES, Pool, Process, Reply, Served
 
 JOIN = 120
 
@@ -50,6 +52,14 @@ def make(log, fail=None):
             return serve(question)
         if do == "sleep":
             time.sleep(values[0])
+        if do == "half":  # of a reply, then nothing
+            pipes = [fd for fd in range(3, 20) if os.path.exists(f"/proc/self/fd/{fd}")]
+            os.write(pipes[0], b'{"id": 1, "value": ')
+            time.sleep(600)
+        if do == "spawn":
+            child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")
+            Path(values[0]).write_text(str(child))
+            time.sleep(600)
         if do == "environ":
             values = [os.environ.get(name) for name in values]
         if do == "print":
@@ -167,6 +177,30 @@ def test_the_wall_limit_is_the_questions_own_or_the_pools(log: Path) -> None:
     assert log.read_text().splitlines().count("sleep") == 1, "a question that hangs is not asked again"
     assert ask(pool, "sleep", 0.6, limit=20).value["values"] == [0.6]
     pool.close()
+
+
+def test_half_a_reply_of_a_killed_worker_does_not_enter_the_next(log: Path) -> None:
+    pool = pool_of(log)
+    assert ask(pool, "half", limit=2.0).error == "timeout"
+    assert ask(pool, "echo", 1).value["values"] == [1]
+    assert starts(log) == 2
+    pool.close()
+
+
+def test_what_a_question_started_ends_with_its_worker(log: Path, tmp_path: Path) -> None:
+    pool = pool_of(log)
+    assert ask(pool, "spawn", str(tmp_path / "child"), limit=3.0).error == "timeout"
+    stat = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z", "killed, if nobody has asked for its end yet"
+    pool.close()
+
+
+def test_two_lines_that_came_at_once_are_read_one_by_one() -> None:
+    process = Process(Served("nowhere:make"), memory_mb=64)
+    process.popen = subprocess.Popen([sys.executable, "-c", "print('a\\nb')"], stdout=subprocess.PIPE)
+    process.popen.wait()
+    assert [process.read_line(JOIN) for _ in range(3)] == [b"a", b"b", b""]
+    process.kill()
 
 
 def test_a_worker_that_does_not_read_is_a_timeout(log: Path) -> None:
