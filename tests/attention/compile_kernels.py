@@ -1,4 +1,4 @@
-"""Compiles the kernels of sampling for compute capability 9.0, which needs no GPU, and prints what came out as JSON."""
+"""Compiles the kernels of sampler and learner for compute capability 9.0, without a GPU; prints a JSON object."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from attnrl.attention import paged_triton
-from attnrl.local import draw_triton, fused_triton
+from attnrl.local import draw_triton, fused_triton, learn_triton
 
 BF16, INT32, INT64, FLOAT = "*bf16", "*i32", "*i64", "*fp32"
 POOL = {"Q": BF16, "KEYS": BF16, "VALUES": BF16, "TABLE": INT32, "LENGTHS": INT64, "ITEMS": INT32, "OUT": BF16}
@@ -50,6 +50,10 @@ DRAW = {
     "top_p": "fp32",
 }
 DRAW |= {"COLUMN": INT64, "TOKENS": INT64, "LENGTHS": INT64, "IDS": INT64}
+LEARN = dict.fromkeys(("X", "WEIGHT", "G_NORMED", "G_SUM", "DX", "OUT", "COS", "SIN", "GATE", "UP", "G", "DGATE"), BF16)
+LEARN |= {"DUP": BF16, "LOGITS": BF16, "TARGETS": INT64, "DWEIGHT": FLOAT, "LOGPROBS": FLOAT, "ENTROPY": FLOAT}
+LEARN |= {"G_LOGPROB": FLOAT, "G_ENTROPY": FLOAT, "eps": "fp32", "inverse": "fp32"}
+TURN = {"H": 12, "D": 128, "BH": 16, "BHALF": 64}
 # name, kernel, types, constants, warps, stages
 KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
     ("decode", paged_triton._decode, POOL, HEADS | {"BM": 16, "BN": 64, "DIRECT": False}, 4, 3),
@@ -59,6 +63,11 @@ KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
     ("paths", paged_triton._paths, POOL, HEADS | {"BM": 64, "BN": 64}, 4, 3),
     ("add_norm", fused_triton._add_norm, LAYER, {"BW": 2048, "ADD": True}, 4, 3),
     ("rotate_store", fused_triton._rotate_store, LAYER, HEADS | {"BH": 16, "BK": 2, "BHALF": 64, "NORM": True}, 4, 3),
+    ("norm_back", learn_triton._norm_back, LEARN, {"BW": 2048, "ROWS": 32, "ADD": True}, 4, 3),
+    ("rotate", learn_triton._rotate, LEARN, TURN | {"BACK": False}, 4, 3),
+    ("rotate back", learn_triton._rotate, LEARN, TURN | {"BACK": True}, 4, 3),
+    ("gate_back", learn_triton._gate_back, LEARN, {"B": 1024}, 4, 3),
+    ("stats_back", learn_triton._stats_back, LEARN, {"BV": 4096}, 8, 3),
     ("gate", fused_triton._gate, LAYER, {"B": 2048}, 4, 3),
     ("chunk_stats", draw_triton._chunk_stats, DRAW, {"B": 4096}, 4, 3),
     ("find", draw_triton._find, DRAW, {"B": 4096, "BC": 64}, 8, 3),

@@ -338,11 +338,11 @@ def test_a_model_without_numbers_is_not_blamed_on_shared_prefixes(recwarn: pytes
     with torch.no_grad():
         weight.fill_(float("nan"))
     assert learner.update(batch(), version=0)["policy/skipped_updates"] == 1
-    assert (learner.shares_prefixes, learner.checked_sharing) == (True, False)
+    assert (learner.shares_prefixes, learner.checked) == (True, False)
     with torch.no_grad():
         weight.copy_(kept)
     assert learner.update(batch(), version=1)["policy/updates"] == 1
-    assert (learner.shares_prefixes, learner.checked_sharing) == (True, True)
+    assert (learner.shares_prefixes, learner.checked) == (True, True)
     assert not [w for w in recwarn if "shared prefixes" in str(w.message)]
 
 
@@ -450,7 +450,9 @@ def test_microbatches_stay_within_their_tokens(monkeypatch: pytest.MonkeyPatch) 
     """40 tokens a forward, also where prefixes are shared; every sample is in one of them."""
     seen: list[Any] = []
     honest = learner_module.packed_hidden
-    monkeypatch.setattr(learner_module, "packed_hidden", lambda model, pack: seen.append(pack) or honest(model, pack))
+    monkeypatch.setattr(
+        learner_module, "packed_hidden", lambda model, pack, *rest: seen.append(pack) or honest(model, pack, *rest)
+    )
     for share in (True, False):
         seen.clear()
         Learner(tiny(), options=section(microbatch_tokens=40, share_prefixes=share)).update(batch(12), version=0)

@@ -253,6 +253,8 @@ class UpdateConfig(Section):
     """Run once over the tokens that samples of a tree share; does not change the result beyond rounding."""
     gradient_checkpointing: bool = Field(True, json_schema_extra=MAY_CHANGE)
     """Recompute activations in the backward pass."""
+    fused: bool = Field(False, json_schema_extra=MAY_CHANGE)
+    """Our kernels for norms, rotation, gate and log-probs (CUDA, models built like Llama); changes rounding alone."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this global norm."""
     max_bad_updates: int = Field(5, ge=1)

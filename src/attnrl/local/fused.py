@@ -190,20 +190,30 @@ class FusedDecoder:
         return normed
 
 
+def decoder_layers(base: Any, *, copy: bool = False) -> list[_Layer] | None:
+    """The layers of a decoder in our terms, or None where one of its modules is another than we compute.
+
+    `copy`: gate and up weights side by side.
+    """
+    needed = ("layers", "embed_tokens", "norm", "rotary_emb")
+    if not all(hasattr(base, name) for name in needed) or not _is_norm(base.norm, base.embed_tokens.embedding_dim):
+        return None
+    layers = [_read_layer(module, copy=copy) for module in base.layers]
+    known = [layer for layer in layers if layer is not None]
+    return known if len(known) == len(layers) else None
+
+
 def fuse(model: Any, device: torch.device) -> FusedDecoder | None:
     """The fused forward of a model it fits by its modules, or None. Its numbers are still to be compared."""
     base = getattr(model, "model", None)
-    needed = ("layers", "embed_tokens", "norm", "rotary_emb")
-    if base is None or not has_kernels(device) or not all(hasattr(base, name) for name in needed):
-        return None
-    if not _is_norm(base.norm, base.embed_tokens.embedding_dim):
+    if base is None or not has_kernels(device) or not hasattr(base, "layers"):
         return None
     inner = sum(m.mlp.gate_proj.weight.nbytes * 2 for m in base.layers if hasattr(getattr(m, "mlp", None), "gate_proj"))
     room = torch.cuda.get_device_properties(device).total_memory // COPY_SHARE if device.type == "cuda" else inner
-    layers = [_read_layer(module, copy=inner <= room) for module in base.layers]
-    if any(layer is None for layer in layers):
+    layers = decoder_layers(base, copy=inner <= room)
+    if layers is None:
         return None
-    fused = FusedDecoder(model, [layer for layer in layers if layer is not None])
+    fused = FusedDecoder(model, layers)
     fused.refresh()
     return fused
 

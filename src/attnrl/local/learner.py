@@ -18,6 +18,7 @@ from torch import Tensor
 from attnrl.algo.minibatches import plan_minibatches
 from attnrl.config import UpdateConfig
 from attnrl.errors import ConfigError, TrainingError
+from attnrl.local.learn import LearningDecoder, gradient_gap, learning_decoder
 from attnrl.local.logprobs import pack_logprobs, packed_hidden, token_logprobs
 from attnrl.local.models import is_lora, plain, without_adapters
 from attnrl.local.optimizer import MasterAdamW
@@ -28,8 +29,10 @@ from attnrl.policy.rates import learning_rate
 from attnrl.scoring.scorer import bins_by_budget
 from attnrl.types import Sample
 
-SHARING_GAP = {torch.float32: 1e-3}  # mean gap of log-probs, nats, that rounding can explain ...
-HALF_GAP = 0.1  # ... and in half precision; a wrong mask on a trained model makes several times as much
+ROUNDING = {
+    torch.float32: 1e-3
+}  # mean gap of log-probs, nats, and relative one of gradients that rounding explains ...
+HALF_ROUNDING = 0.1  # ... and in half precision; a wrong mask on a trained model makes several times as much
 Progress = Callable[[int, int], None]  # minibatches done, minibatches of this call
 
 
@@ -68,7 +71,8 @@ class Learner:
             clip_norm=self.options.max_grad_norm,
         )
         self.shares_prefixes = self.options.share_prefixes and can_share(plain(model))
-        self.checked_sharing = not self.shares_prefixes
+        self.decoders = self._decoders() if options.fused else {}
+        self.checked = not self.shares_prefixes and not self.decoders
         self.updates = 0  # optimizer steps made
         self.skipped = 0  # updates left out for a non-finite loss or gradient, in all
         self.skipped_in_a_row = 0
@@ -89,7 +93,7 @@ class Learner:
             rng=rng,
         )
         minibatches = [self._packs(samples, [rows[i] for i in part]) for part in plan]
-        if minibatches and not self.checked_sharing and not self._sharing_is_exact(samples, minibatches[0][0]):
+        if minibatches and not self.checked and not self._ways_are_exact(samples, minibatches[0][0]):
             return self.update(samples, version=version, progress=progress)
         old = self._old_logprobs(samples, minibatches)
         metrics = UpdateMetrics()
@@ -134,30 +138,54 @@ class Learner:
     def _pack(self, samples: Sequence[Sample], rows: Sequence[int]) -> Pack:
         return pack(samples, rows, self.device, share_prefixes=self.shares_prefixes)
 
-    def _logprobs(self, model: Any, microbatch: Pack) -> Tensor:
-        chunk = self.options.logit_chunk_tokens
-        return pack_logprobs(model, microbatch, temperature=self.temperature, chunk=chunk)
+    def _decoders(self) -> dict[int, LearningDecoder]:
+        """The fused forwards of policy and reference by the identity of the model; empty where it fits neither."""
+        models = [model for model in (self.model, self.reference) if model is not None]
+        found = {id(model): learning_decoder(model) for model in models}
+        decoders = {key: decoder for key, decoder in found.items() if decoder is not None}
+        if len(decoders) < len(models):
+            warnings.warn(f"update.fused does not fit {type(self.model).__name__} on {self.device.type}", stacklevel=3)
+        return decoders
 
-    def _sharing_is_exact(self, samples: Sequence[Sample], rows: Sequence[int]) -> bool:
-        """Whether log-probs with shared prefixes equal those without, on the first microbatch of this learner.
+    def _logprobs(self, model: Any, microbatch: Pack, *, fused: bool = True) -> Tensor:
+        chunk = self.options.logit_chunk_tokens
+        decoder = self.decoders.get(id(model)) if fused else None
+        return pack_logprobs(model, microbatch, temperature=self.temperature, chunk=chunk, fused=decoder)
+
+    def _ways_are_exact(self, samples: Sequence[Sample], rows: Sequence[int]) -> bool:
+        """Whether shared prefixes and fused kernels give the plain way's numbers on this learner's first microbatch.
 
         Kernels differ in how they mask fewer queries than keys; a wrong one would train on nonsense without a sign.
-        A model whose log-probs are not finite either way says nothing of that: it is looked at again next time.
+        What is not exact is said and left off. A model whose log-probs are not finite in the plain way says nothing:
+        it is looked at again next time.
         """
         shared = self._pack(samples, rows)
-        apart_N = self._logprobs(self.model, pack(samples, shared.rows, self.device))
-        if not torch.isfinite(apart_N).all():
+        apart = pack(samples, shared.rows, self.device)
+        want_N = self._logprobs(self.model, apart, fused=False)
+        if not torch.isfinite(want_N).all():
             return True
-        gap = (self._logprobs(self.model, shared) - apart_N).abs().mean().item()
-        self.checked_sharing = True
-        if gap <= SHARING_GAP.get(next(self.model.parameters()).dtype, HALF_GAP):  # false also where it is not a number
-            return True
-        self.shares_prefixes = False
-        message = (
-            f"shared prefixes changed log-probs by {gap:.3f} on average on this device; updates go on without them"
-        )
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
-        return False
+        self.checked = True
+        gaps = {}
+        if self.shares_prefixes:
+            gaps["shared prefixes changed log-probs"] = self._gap(shared, want_N, fused=False)
+        if self.decoders:
+            one = pack(samples, [min(rows, key=lambda row: input_length(samples[row]))], self.device)
+            gaps["fused kernels changed log-probs"] = self._gap(apart, want_N, fused=True)
+            decoder = self.decoders[id(self.model)]
+            gaps["fused kernels changed gradients"] = gradient_gap(self.model, decoder, one, self.temperature)
+        wrong = [what for what, gap in gaps.items() if not gap <= self._rounding()]  # also where it is not a number
+        for what in wrong:
+            message = f"{what} by {gaps[what]:.3f} on this device; updates go on without them"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        self.shares_prefixes &= not any(what.startswith("shared") for what in wrong)
+        self.decoders = {} if any(what.startswith("fused") for what in wrong) else self.decoders
+        return not wrong
+
+    def _gap(self, microbatch: Pack, want_N: Tensor, *, fused: bool) -> float:
+        return float((self._logprobs(self.model, microbatch, fused=fused) - want_N).abs().mean())
+
+    def _rounding(self) -> float:
+        return ROUNDING.get(next(self.model.parameters()).dtype, HALF_ROUNDING)
 
     def _old_logprobs(self, samples: Sequence[Sample], minibatches: list[list[list[int]]]) -> dict[int, Tensor]:
         """The learner's log-probs before the first step, by sample; empty unless importance weights need them."""
@@ -213,7 +241,8 @@ class Learner:
         for microbatch in microbatches:
             reference_N = self._reference_logprobs(microbatch)
             old_N = torch.cat([old[row] for row in microbatch.rows]) if old else None
-            with mode, packed_hidden(self.model, microbatch) as hidden_TD:
+            fused = self.decoders.get(id(self.model))
+            with mode, packed_hidden(self.model, microbatch, fused) as hidden_TD:
                 new_N, entropy_N = token_logprobs(
                     self.model,
                     hidden_TD,
@@ -221,6 +250,7 @@ class Learner:
                     temperature=self.temperature,
                     chunk=options.logit_chunk_tokens,
                     entropy_gradient=options.entropy_weight != 0,
+                    fused=fused,
                 )
                 sums = loss_sums(
                     new_N,

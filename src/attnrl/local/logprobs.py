@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from attnrl.local.models import head_logits, plain
 from attnrl.local.packing import Pack
 from attnrl.local.shared import shared_attention
+from attnrl.scoring.entropy import logits_head
 from attnrl.scoring.packed import packed_attention
 
 CHUNK_ELEMENTS = 2**27  # of float32 logits held at once when no chunk size is given: 512 MiB
@@ -26,8 +27,15 @@ def chunk_tokens(vocabulary: int) -> int:
     return max(64, CHUNK_ELEMENTS // vocabulary)
 
 
+class Fused(Protocol):
+    """A model's forward in kernels of our own: see `LearningDecoder`."""
+
+    def hidden(self, ids_T: Tensor, positions_T: Tensor) -> Tensor: ...
+    def stats(self, logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]: ...
+
+
 @contextmanager
-def packed_hidden(model: Any, pack: Pack) -> Iterator[Tensor]:
+def packed_hidden(model: Any, pack: Pack, fused: Fused | None = None) -> Iterator[Tensor]:
     """Last hidden states of a pack, each sequence seeing only itself and its own prefix. [T, D]
 
     A context, because gradient checkpointing runs the layers again during `backward`: call it inside.
@@ -35,6 +43,9 @@ def packed_hidden(model: Any, pack: Pack) -> Iterator[Tensor]:
     hf = plain(model)
     attention = packed_attention(hf, pack.lengths) if pack.runs is None else shared_attention(hf, pack.runs)
     with attention:
+        if fused is not None:
+            yield fused.hidden(pack.ids_T, pack.positions_T)
+            return
         out = hf.base_model(input_ids=pack.ids_T[None], position_ids=pack.positions_T[None], use_cache=False)
         yield out.last_hidden_state[0]
 
@@ -47,6 +58,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk: int | None = None,
     entropy_gradient: bool = False,
+    fused: Fused | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the loss tokens at the sampling temperature, and entropies of their distributions. ([N], [N])
 
@@ -57,6 +69,9 @@ def token_logprobs(
     size = chunk or chunk_tokens(plain(model).get_output_embeddings().weight.shape[0])
 
     def head(hidden_CD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        if fused is not None:
+            logprobs_C, entropy_C = fused.stats(logits_head(plain(model))(hidden_CD), targets_C, temperature)
+            return logprobs_C, entropy_C if entropy_gradient else entropy_C.detach()
         logits_CV = head_logits(model, hidden_CD) / temperature
         lse_C = logits_CV.logsumexp(-1)
         logprobs_C = logits_CV.gather(-1, targets_C[:, None])[:, 0] - lse_C
@@ -77,7 +92,9 @@ def token_logprobs(
     return logprobs.index_select(0, pack.expand_N), entropy.index_select(0, pack.expand_N)
 
 
-def pack_logprobs(model: Any, pack: Pack, *, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
+def pack_logprobs(
+    model: Any, pack: Pack, *, temperature: float = 1.0, chunk: int | None = None, fused: Fused | None = None
+) -> Tensor:
     """Log-probs of the loss tokens of a pack, without gradient. [N]"""
-    with torch.no_grad(), packed_hidden(model, pack) as hidden_TD:
-        return token_logprobs(model, hidden_TD, pack, temperature=temperature, chunk=chunk)[0]
+    with torch.no_grad(), packed_hidden(model, pack, fused) as hidden_TD:
+        return token_logprobs(model, hidden_TD, pack, temperature=temperature, chunk=chunk, fused=fused)[0]

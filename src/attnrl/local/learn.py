@@ -1,0 +1,202 @@
+"""The learner's forward of decoders built like Llama, with what lies between the matrix products fused both ways.
+
+Half of an update's time goes into small kernels of the model's own modules: norms, rotation, gate, residual, and the
+passes over the logits. Here each is one kernel forward and one back (`learn_triton`). Which models fit is seen by their
+modules, as for the sampler (`fused`); attention is whatever the model's config names while a pack is open.
+
+Shapes: T tokens, W width, H heads, D head size, F inner width, C positions of a chunk, V vocabulary.
+"""
+
+# mypy: disable-error-code="misc,no-untyped-call"
+# torch.autograd.Function has no types.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from attnrl.attention.paged import has_kernels
+from attnrl.local.fused import decoder_layers
+from attnrl.local.logprobs import packed_hidden, token_logprobs
+from attnrl.local.models import plain
+from attnrl.local.packing import Pack
+
+
+class Norm(torch.autograd.Function):
+    """The root-mean-square norm of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TW: Tensor, weight_W: Tensor, eps: float) -> Tensor:
+        from attnrl.local import fused_triton
+
+        ctx.save_for_backward(x_TW, weight_W)
+        ctx.eps = eps
+        return fused_triton.add_norm(x_TW, None, weight_W, eps)[1]
+
+    @staticmethod
+    def backward(ctx: Any, g_TW: Tensor) -> tuple[Tensor | None, ...]:
+        from attnrl.local import learn_triton
+
+        x_TW, weight_W = ctx.saved_tensors
+        return (*learn_triton.norm_back(x_TW, weight_W, ctx.eps, g_TW, None), None)
+
+
+class AddNorm(torch.autograd.Function):
+    """(x + y, its norm)."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TW: Tensor, y_TW: Tensor, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        from attnrl.local import fused_triton
+
+        sum_TW, normed_TW = fused_triton.add_norm(x_TW, y_TW, weight_W, eps)
+        ctx.save_for_backward(sum_TW, weight_W)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)  # nothing follows the last sum
+        return sum_TW, normed_TW
+
+    @staticmethod
+    def backward(ctx: Any, g_sum_TW: Tensor | None, g_normed_TW: Tensor) -> tuple[Tensor | None, ...]:
+        from attnrl.local import learn_triton
+
+        sum_TW, weight_W = ctx.saved_tensors
+        dx_TW, dweight_W = learn_triton.norm_back(sum_TW, weight_W, ctx.eps, g_normed_TW, g_sum_TW)
+        return dx_TW, dx_TW, dweight_W, None
+
+
+class Rotate(torch.autograd.Function):
+    """x * cos + rotate_half(x) * sin."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        from attnrl.local import learn_triton
+
+        ctx.save_for_backward(cos_TD, sin_TD)
+        return learn_triton.rotate(x_THD, cos_TD, sin_TD)
+
+    @staticmethod
+    def backward(ctx: Any, g_THD: Tensor) -> tuple[Tensor | None, ...]:
+        from attnrl.local import learn_triton
+
+        cos_TD, sin_TD = ctx.saved_tensors
+        return learn_triton.rotate(g_THD, cos_TD, sin_TD, back=True), None, None
+
+
+class Gate(torch.autograd.Function):
+    """silu(gate) * up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+        from attnrl.local import fused_triton
+
+        ctx.save_for_backward(gate_TF, up_TF)
+        return fused_triton.gate(gate_TF, up_TF)
+
+    @staticmethod
+    def backward(ctx: Any, g_TF: Tensor) -> tuple[Tensor, Tensor]:
+        from attnrl.local import learn_triton
+
+        gate_TF, up_TF = ctx.saved_tensors
+        return learn_triton.gate_back(gate_TF, up_TF, g_TF)
+
+
+class TargetStats(torch.autograd.Function):
+    """Log-probs of the targets and entropies at a temperature, from logits in any dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        from attnrl.scoring.head_triton import row_stats
+
+        logits_CV = logits_CV.contiguous()
+        stats = row_stats(logits_CV, targets_C, temperature)
+        ctx.save_for_backward(logits_CV, targets_C, *stats)
+        ctx.temperature = temperature
+        return stats
+
+    @staticmethod
+    def backward(ctx: Any, g_logprobs_C: Tensor, g_entropy_C: Tensor) -> tuple[Tensor | None, ...]:
+        from attnrl.local import learn_triton
+
+        logits_CV, targets_C, logprobs_C, entropy_C = ctx.saved_tensors
+        gradients = (g_logprobs_C, g_entropy_C)
+        back_CV = learn_triton.stats_back(logits_CV, targets_C, logprobs_C, entropy_C, *gradients, ctx.temperature)
+        return back_CV, None, None
+
+
+class LearningDecoder:
+    """From token ids of a pack to normed hidden states, differentiable; call it while the pack's attention is open."""
+
+    def __init__(self, model: Any, layers: list[Any]) -> None:
+        self.base = model.base_model
+        self.layers = layers
+
+    def hidden(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Last hidden states [T, W]. In train mode each layer runs again in `backward`, as transformers' own would."""
+        x_TW = self.base.embed_tokens(ids_T)
+        cos, sin = self.base.rotary_emb(x_TW[None], position_ids=positions_T[None])
+        turn = cos[0].contiguous(), sin[0].contiguous()
+        again = self.base.training and torch.is_grad_enabled()
+        after_TW: Tensor | None = None
+        for layer in self.layers:
+            given = (layer, x_TW, after_TW, *turn)
+            kept = {"use_reentrant": False, "preserve_rng_state": False}
+            x_TW, after_TW = checkpoint(_run, *given, **kept) if again else _run(*given)
+        return _add_norm(x_TW, after_TW, self.base.norm)[1]
+
+    @staticmethod
+    def stats(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs of the targets and entropies. ([C], [C])"""
+        found: tuple[Tensor, Tensor] = TargetStats.apply(logits_CV, targets_C, temperature)
+        return found
+
+
+def _run(layer: Any, x_TW: Tensor, after_TW: Tensor | None, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """What stands before a layer's feed-forward part, and what that part adds to it."""
+    attention, mlp = layer.module.self_attn, layer.module.mlp
+    x_TW, normed_TW = _add_norm(x_TW, after_TW, layer.module.input_layernorm)
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    q_THD, k_TKD, v_TKD = (project(normed_TW).unflatten(-1, (-1, layer.dim)) for project in projections)
+    if layer.norms() is not None:
+        q_THD, k_TKD = _head_norm(q_THD, attention.q_norm), _head_norm(k_TKD, attention.k_norm)
+    q_THD, k_TKD = Rotate.apply(q_THD, cos_TD, sin_TD), Rotate.apply(k_TKD, cos_TD, sin_TD)
+    attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+    heads = (x[None].transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
+    window = getattr(attention, "sliding_window", None)
+    seen, _ = attend(attention, *heads, None, dropout=0.0, scaling=attention.scaling, sliding_window=window)
+    x_TW, normed_TW = _add_norm(x_TW, attention.o_proj(seen[0].flatten(1)), layer.module.post_attention_layernorm)
+    return x_TW, mlp.down_proj(Gate.apply(mlp.gate_proj(normed_TW), mlp.up_proj(normed_TW)))
+
+
+def _add_norm(x_TW: Tensor, y_TW: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    if y_TW is None:
+        return x_TW, Norm.apply(x_TW, norm.weight, norm.variance_epsilon)
+    both: tuple[Tensor, Tensor] = AddNorm.apply(x_TW, y_TW, norm.weight, norm.variance_epsilon)
+    return both
+
+
+def _head_norm(x_THD: Tensor, norm: Any) -> Tensor:
+    normed: Tensor = Norm.apply(x_THD.flatten(0, 1), norm.weight, norm.variance_epsilon)
+    return normed.unflatten(0, x_THD.shape[:2])
+
+
+def learning_decoder(model: Any) -> LearningDecoder | None:
+    """The fused forward of a model whose modules it knows, where Triton runs, or None; its numbers are not compared."""
+    hf = plain(model)
+    layers = decoder_layers(hf.base_model) if has_kernels(next(hf.parameters()).device) else None
+    return None if layers is None else LearningDecoder(hf, layers)
+
+
+def gradient_gap(model: Any, decoder: LearningDecoder, pack: Pack, temperature: float) -> float:
+    """Relative difference between fused and plain gradients of the mean log-prob, at the first layer's weights."""
+    weights = [p for p in decoder.layers[0].module.parameters() if p.requires_grad]
+    gradients = []
+    for fused in (None, decoder):
+        with packed_hidden(model, pack, fused) as hidden_TD:
+            logprobs_N, _ = token_logprobs(model, hidden_TD, pack, temperature=temperature, fused=fused)
+            found = torch.autograd.grad(logprobs_N.mean(), weights)
+        gradients.append(torch.cat([g.flatten().float() for g in found]))
+    plain_P, fused_P = gradients
+    return float((fused_P - plain_P).norm() / plain_P.norm())

@@ -1,0 +1,84 @@
+"""Gradients of the learner with and without its own kernels, a JSON line a case; TRITON_INTERPRET=1 or a GPU."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from attnrl.config import UpdateConfig
+from attnrl.local.learner import Learner
+from attnrl.local.models import prepare_model
+from attnrl.types import Sample, as_floats, as_ids
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPE = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+KINDS: dict[str, Any] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True}),
+}
+
+
+def make(kind: str, dtype: torch.dtype) -> Any:
+    config, model, more = KINDS[kind]
+    torch.manual_seed(0)
+    made = model(config(**SHAPE, **more, attn_implementation="eager"))
+    for name, weight in made.named_parameters():
+        if "norm" in name:  # ones hide a wrong gradient
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    return prepare_model(made.to(device=DEVICE, dtype=dtype))
+
+
+def samples() -> list[Sample]:
+    """Two groups of a trunk and its branches."""
+    rng = np.random.default_rng(0)
+    found = []
+    for group, prompt in enumerate((as_ids(rng.integers(0, 37, 5)), as_ids(rng.integers(0, 37, 9)))):
+        trunk = rng.integers(0, 37, 7)
+        for cut in (7, 3):
+            tail = np.concatenate([trunk[:cut], rng.integers(0, 37, 7 - cut)])
+            found.append(
+                Sample(prompt, as_ids(tail), as_floats(rng.normal(size=7)), as_floats(np.full(7, -3.5)), str(group))
+            )
+    return found
+
+
+def gradients(learner: Learner, rows: list[Sample]) -> torch.Tensor:
+    learner.accumulate(rows, [[0, 1], [2, 3]])
+    return torch.cat([m.grad.flatten() for m in learner.optimizer.masters if m.grad is not None])
+
+
+def main() -> None:
+    warnings.filterwarnings("error", message=".*(fused|shared)")
+    rows = samples()
+    cases = [("qwen2", torch.float32, False), ("qwen3", torch.float32, True), ("llama", torch.bfloat16, True)]
+    for kind, dtype, both in cases:
+        found = []
+        for fused in (False, True):
+            options = UpdateConfig(
+                kl_weight=0.1, entropy_weight=0.05, share_prefixes=both, gradient_checkpointing=both, fused=fused,
+                logit_chunk_tokens=7,
+            )  # fmt: skip
+            learner = Learner(make(kind, dtype), make(kind, dtype), options=options, temperature=0.8)
+            assert bool(learner.decoders) == fused
+            found.append(gradients(learner, rows))
+            metrics = learner.update(rows, version=1)  # looks whether its kernels are exact; a warning is an error here
+            assert bool(learner.decoders) == fused
+            assert learner.checked
+        plain, ours = found
+        case = {"kind": kind, "dtype": str(dtype), "shared_and_checkpointed": both}
+        print(
+            json.dumps(
+                case | {"error": float((ours - plain).norm() / plain.norm()), "norm": metrics["policy/grad_norm"]}
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()
