@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from attnrl.algo.promises import steps_by
 from attnrl.config import Config
 from attnrl.iteration import Parts
 from attnrl.launch.parts import assemble, check_parts
@@ -22,6 +23,7 @@ from attnrl.types import (
     ScoreRequest,
     Scores,
     Scoring,
+    Step,
     Verdict,
     as_floats,
     as_ids,
@@ -130,4 +132,9 @@ def grade(attempts: Sequence[Attempt]) -> list[Verdict]:
 
 def fake_parts(config: Config, backend: FakeBackend | None = None) -> Parts:
     """The parts that a config names, over a fake backend."""
-    return assemble(config, check_parts(config), backend or FakeBackend(), FakeStream(), texts, decode, grade, dict)
+    bound = check_parts(config)
+
+    def segment(ids: Any) -> tuple[Step, ...]:
+        return steps_by(bound["segmenter"], texts(ids))
+
+    return assemble(config, bound, backend or FakeBackend(), FakeStream(), segment, decode, grade, dict)

@@ -12,7 +12,7 @@ import pytest
 from attnrl.config import load_config
 from attnrl.errors import TrainingError
 from attnrl.iteration import SCHEDULES, Parts, first_state, on_policy, one_step_off_policy
-from attnrl.types import Kept, Rollout, Verdict, as_floats, as_ids
+from attnrl.types import Rollout, Verdict, as_floats, as_ids
 from fakes import EOS, RIGHT, FakeBackend, decode, fake_parts, grade
 
 
@@ -190,16 +190,3 @@ def test_an_engine_that_breaks_its_promise_is_said(verb: str, change: Any, said:
     parts = fake_parts(load_config("attnrl_1p5b", small), Broken())
     with pytest.raises(TrainingError, match=said):
         SCHEDULES[schedule](first_state(parts, 0), parts)
-
-
-@pytest.mark.parametrize("made", [lambda n: [True] * n, lambda n: Kept((True,) * (n - 1), {}, ("",) * n)])
-def test_a_filter_that_does_not_decide_for_each_group_is_said(made: Any) -> None:
-    def mine(groups: Any, memory: Any) -> Any:
-        return made(len(groups))
-
-    parts = fake_parts(load_config("attnrl_1p5b", {"algo.prompts": 3, "sampling.max_response_tokens": 60}))
-    parts = replace(parts, filter=mine)
-    with pytest.raises(
-        TrainingError, match=r"the filter mine must return an attnrl.types.Kept .* of 3, one entry a group"
-    ):
-        SCHEDULES["on_policy"](first_state(parts, 0), parts)

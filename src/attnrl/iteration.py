@@ -22,17 +22,16 @@ from attnrl.algo.advantages import Estimator
 from attnrl.algo.branching import Rule
 from attnrl.algo.credit import Credit, weigh
 from attnrl.algo.forest import Plan, branch_requests, plan, plant, trunk_requests, whole_responses
+from attnrl.algo.promises import broken, kept_by, samples_by, weights_by
 from attnrl.algo.reasons import Reasons, explain
 from attnrl.algo.samples import Drop, with_signal
 from attnrl.algo.statistics import forest_statistics, generation_statistics, group_statistics, sample_statistics
 from attnrl.backend import Backend, generate_by, score_by
-from attnrl.errors import TrainingError
 from attnrl.types import (
     Attempt,
     Forest,
     Group,
     Ids,
-    Kept,
     Prompt,
     Request,
     Rollout,
@@ -200,11 +199,23 @@ def two_calls(state: State, parts: Parts, *, fill: bool) -> Outcome:
     return Outcome(after, metrics, forests, samples, dropped, give_reasons(plans, forests, samples, dropped, parts))
 
 
-SCHEDULES: dict[str, Callable[[State, Parts], Outcome]] = {
+Schedule = Callable[[State, Parts], Outcome]
+
+SCHEDULES: dict[str, Schedule] = {
     "one_step_off_policy": one_step_off_policy,
     "on_policy": on_policy,
     "dynamic": dynamic,
 }
+
+
+def outcome_by(schedule: Schedule, state: State, parts: Parts) -> Outcome:
+    """What a schedule makes of a state: an outcome, one iteration on."""
+    outcome = schedule(state, parts)
+    if not isinstance(outcome, Outcome) or outcome.state.iteration != state.iteration + 1:
+        got = outcome.state.iteration if isinstance(outcome, Outcome) else type(outcome).__name__
+        want = f"must return an attnrl.iteration.Outcome whose state has iteration {state.iteration + 1}"
+        raise broken("schedule", schedule, f"{want}, not {got}")
+    return outcome
 
 
 def first_state(parts: Parts, seed: int) -> State:
@@ -236,12 +247,7 @@ def plan_branches(
     groups: Sequence[Group], memory: dict[str, Any], parts: Parts, rng: np.random.Generator
 ) -> tuple[list[Plan], list[Forest], dict[str, Any]]:
     """Where the prompts that the filter keeps branch (Eq. 7-9), what it dropped and why, and what it remembers."""
-    kept = parts.filter(groups, memory)
-    if not isinstance(kept, Kept) or not len(kept.mask) == len(kept.reasons) == len(groups):
-        raise TrainingError(
-            f"the filter {called(parts.filter)} must return an attnrl.types.Kept with a mask and reasons of "
-            f"{len(groups)}, one entry a group"
-        )
+    kept = kept_by(parts.filter, groups, memory)
     plans, dropped = [], []
     for group, keep, reason in zip(groups, kept.mask, kept.reasons, strict=True):
         if keep:
@@ -249,11 +255,6 @@ def plan_branches(
         else:
             dropped.append(untrained(group, reason))
     return plans, dropped, kept.memory
-
-
-def called(part: Callable[..., Any]) -> str:
-    """The name of a part's function, for messages."""
-    return str(getattr(getattr(part, "func", part), "__name__", part))
 
 
 def untrained(group: Group, reason: str) -> Forest:
@@ -330,13 +331,13 @@ def unscored(rollout: Rollout, steps: Sequence[Step]) -> Scores:
 
 def update(forests: Sequence[Forest], parts: Parts, rng: np.random.Generator) -> tuple[list[Sample], dict[str, float]]:
     """The samples with signal, after the policy learned from them, and what the learner says of it."""
-    every = [sample for forest in forests for sample in parts.estimator(forest, rng)]
+    every = [sample for forest in forests for sample in samples_by(parts.estimator, forest, rng)]
     samples = with_signal(every, parts.drop)
     metrics = sample_statistics(every, samples)
     if parts.credit is not None and samples:
         asked = [ScoreRequest(s.prompt, s.response, (Step(0, len(s.response)),)) for s in samples]
         scoring = replace(parts.scoring or Scoring(temperature=parts.sampling.temperature), fci=False)
-        samples = weigh(samples, parts.credit(samples, score_by(parts.backend, asked, scoring)))
+        samples = weigh(samples, weights_by(parts.credit, samples, score_by(parts.backend, asked, scoring)))
     if any(sample.has_signal for sample in samples):
         metrics |= parts.backend.update(samples)
     return samples, metrics

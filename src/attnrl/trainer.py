@@ -11,11 +11,10 @@ from types import FrameType
 
 from attnrl.algo.parts import listed, near
 from attnrl.errors import ConfigError, Interrupted
-from attnrl.iteration import Outcome, Parts, first_state
+from attnrl.iteration import Parts, Schedule, first_state, outcome_by
 from attnrl.run import Run
 from attnrl.types import State
 
-Schedule = Callable[[State, Parts], Outcome]
 Observer = Callable[[dict[str, float]], None]
 Evaluate = Callable[[int], dict[str, float]]
 
@@ -58,7 +57,7 @@ def train(
                 hint = near(keep_best, first)
                 raise ConfigError(f"run.keep_best: evaluation gives no {keep_best!r}{hint}; it gives: {listed(first)}")
         while not finished(state, iterations, generated_tokens) and not stop.number:
-            outcome = schedule(state, parts)
+            outcome = outcome_by(schedule, state, parts)
             state = outcome.state
             last = finished(state, iterations, generated_tokens)
             metrics = {**outcome.metrics, "generate/total_tokens": float(state.generated_tokens)}

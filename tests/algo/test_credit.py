@@ -94,14 +94,6 @@ def test_a_fraction_outside_its_range_is_refused(fraction: float) -> None:
         top_entropy(*scored([0.1]), fraction=fraction)
 
 
-def test_weights_that_do_not_fit_are_refused() -> None:
-    samples, _ = scored([0.4, 0.1], [0.3])
-    with pytest.raises(ConfigError, match="sample 1 of 1 tokens"):
-        weigh(samples, [as_floats([1, 1]), as_floats([1, 1])])
-    with pytest.raises(ValueError, match="shorter"):
-        weigh(samples, [as_floats([1, 1])])
-
-
 def test_each_says_what_it_reads() -> None:
     assert {name: sorted(read_by(credit)) for name, credit in CREDITS.items()} == {
         "none": [],

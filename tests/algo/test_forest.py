@@ -71,7 +71,7 @@ class TestPlan:
             return (bad,)
 
         for rule in (my_rule, partial(my_rule)):  # a rule with its options bound is named like itself
-            with pytest.raises(AttnRLError, match="rule my_rule gave"):
+            with pytest.raises(AttnRLError, match=r"algo\.rule: the rule my_rule must return branch points"):
                 plan(Group(group.prompt, group.trunks[1:2]), rule=rule, budget=all_trees, trunks=3, rng=rng())
 
 

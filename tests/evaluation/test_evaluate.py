@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from attnrl.errors import ConfigError, DataError
+from attnrl.errors import ConfigError, DataError, TrainingError
 from attnrl.evaluation import Report, Response, compare, evaluate
 from attnrl.evaluation.log import open_log
 from attnrl.evaluation.results import table_rows
@@ -282,3 +283,25 @@ def test_jobs_stand_in_the_order_of_the_report() -> None:
     a, b = (Prompt(uid, as_ids([1]), ("1",)) for uid in "ab")
     jobs = all_jobs({"x": [a, b], "y": [b]}, {"x": 2, "y": 1})
     assert jobs == [("x", 1, 0, a), ("x", 1, 1, a), ("x", 2, 0, b), ("x", 2, 1, b), ("y", 1, 0, b)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda rows: rows[:-1], "generate of the engine Broken must return a list of 8, one a request: 7"),
+        (lambda rows: [replace(r, version=1) for r in rows], "version 1, where the policy has 0"),
+        (lambda rows: [replace(r, finish="eos") for r in rows], "finish 'eos'; known: stop, length"),
+        (lambda rows: [replace(r, logprobs=r.logprobs[1:]) for r in rows], "it needs a finite one for each"),
+        (lambda rows: [replace(r, ids=r.ids[:0], logprobs=r.logprobs[:0]) for r in rows], "0 tokens, where 1 to 60"),
+    ],
+)
+def test_an_engine_that_breaks_its_promise_is_said_and_nothing_of_it_is_kept(tmp_path, change, said) -> None:
+    """By the check that the training loop has too."""
+
+    class Broken(fake.FakeBackend):
+        def generate(self, requests, sampling):
+            return change(super().generate(requests, sampling))
+
+    with pytest.raises(TrainingError, match=said):
+        fake.run(tmp_path / "out", Broken())
+    assert (tmp_path / "out" / "responses.jsonl").read_text() == ""

@@ -21,11 +21,7 @@ Credit = Callable[[Sequence[Sample], Sequence[Scores]], list[Floats]]
 
 def weigh(samples: Sequence[Sample], weights: Sequence[Floats]) -> list[Sample]:
     """The samples with each token's advantage multiplied by its weight."""
-    for number, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
-        if np.shape(weight) != sample.advantages.shape:
-            found, tokens = np.shape(weight), len(sample.response)
-            raise ConfigError(f"algo.credit gave weights of shape {found} for sample {number} of {tokens} tokens")
-    return [replace(s, advantages=s.advantages * as_floats(w)) for s, w in zip(samples, weights, strict=True)]
+    return [replace(s, advantages=s.advantages * w) for s, w in zip(samples, weights, strict=True)]
 
 
 @reads()

@@ -9,6 +9,7 @@ import numpy as np
 
 from attnrl.algo.adaptive import Budget, choose_trunks
 from attnrl.algo.branching import Rule
+from attnrl.algo.promises import points_by, trees_by
 from attnrl.errors import ConfigError
 from attnrl.types import Branch, Forest, Group, Ids, Prompt, Request, Rollout, Tree, Verdict
 
@@ -33,15 +34,8 @@ def plan(group: Group, *, rule: Rule, budget: Budget, trunks: int, rng: np.rando
     `trunks` is G, as many as were drawn; the group may have lost some to errors. A trunk of fewer than two tokens has
     no inner point and is never branched.
     """
-    chosen = frozenset(choose_trunks(group, budget(group.accuracy, trunks), rng))
-    points: list[tuple[int, ...]] = []
-    for i, trunk in enumerate(group.trunks):
-        found = tuple(int(p) for p in rule(group.prompt, trunk, rng)) if i in chosen else ()
-        length = len(trunk.rollout.ids)
-        if not all(0 < p < length for p in found):
-            name = getattr(getattr(rule, "func", rule), "__name__", repr(rule))
-            raise ConfigError(f"rule {name} gave branch points {found}; each must be p with 0 < p < {length} tokens")
-        points.append(found)
+    chosen = frozenset(choose_trunks(group, trees_by(budget, group.accuracy, trunks), rng))
+    points = (points_by(rule, group.prompt, t, rng) if i in chosen else () for i, t in enumerate(group.trunks))
     return Plan(group, tuple(points), chosen)
 
 

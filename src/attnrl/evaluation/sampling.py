@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from attnrl.backend import Sampler
+from attnrl.backend import Sampler, generate_by
 from attnrl.errors import ConfigError
 from attnrl.evaluation.estimates import RESAMPLES
 from attnrl.evaluation.log import ResponseLog, open_log
@@ -64,7 +64,7 @@ def evaluate(
             Request(p.ids, max_tokens, request_seed(seed, name, row - 1, n), f"{p.uid}/{n}")
             for name, row, n, p in batch
         ]
-        return grade_rollouts(batch, sampler.generate(requests, sampling), decode=decode, grade=grade)
+        return grade_rollouts(batch, generate_by(sampler, requests, sampling), decode=decode, grade=grade)
 
     with open_log(out_dir, asked) if out_dir is not None else nullcontext() as log:
         responses = _draw_all(jobs, draw, log, chunk or (512 if log is not None else len(jobs)), progress)

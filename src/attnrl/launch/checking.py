@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from attnrl.algo.adaptive import most_points
+from attnrl.backend import generate_by, score_by
 from attnrl.config import Config, load_config
 from attnrl.console import time_span
 from attnrl.errors import ConfigError
@@ -35,7 +36,7 @@ from attnrl.launch.models import (
     open_engine,
     open_rewards,
 )
-from attnrl.launch.parts import check_parts, scoring_of
+from attnrl.launch.parts import check_parts, scoring_of, segmenting
 from attnrl.launch.training import Say, check_loss, say_plainly
 from attnrl.types import (
     Attempt,
@@ -240,24 +241,20 @@ def draw(
     tokenizer: Any,
 ) -> Drawn:
     """Responses to each prompt, scored as in training; with what each phase ran over in a second."""
-    from attnrl.data.texts import TokenTexts
-
-    texts, limit = TokenTexts(tokenizer), config.sampling.max_response_tokens
+    segment, limit = segmenting(bound, tokenizer), config.sampling.max_response_tokens
     owners = [prompt for prompt in prompts for _ in range(responses)]
     requests = [Request(p.ids, limit, config.run.seed + i, f"{p.uid}/{i}") for i, p in enumerate(owners)]
     sampling = Sampling(config.sampling.temperature)
-    backend.generate([replace(request, max_tokens=1) for request in requests], sampling)  # kernels are compiled here
+    generate_by(backend, [replace(request, max_tokens=1) for request in requests], sampling)  # compiles kernels
     begin = time.perf_counter()
-    rollouts = backend.generate(requests, sampling)
+    rollouts = generate_by(backend, requests, sampling)
     tokens = sum(len(r.ids) for r in rollouts)
     rate = tokens / (time.perf_counter() - begin)
-    asked = [
-        ScoreRequest(p.ids, r.ids, bound["segmenter"](texts(r.ids))) for p, r in zip(owners, rollouts, strict=True)
-    ]
+    asked = [ScoreRequest(p.ids, r.ids, segment(r.ids)) for p, r in zip(owners, rollouts, strict=True)]
     scoring = scoring_of(config, [bound["rule"], bound["filter"]]) or Scoring(
         fci=False, temperature=config.sampling.temperature
     )
-    return Drawn(owners, rollouts, asked, backend.score(asked, scoring), scoring, rate)
+    return Drawn(owners, rollouts, asked, score_by(backend, asked, scoring), scoring, rate)
 
 
 def attempts_of(drawn: Drawn, decode: Callable[[Ids], str]) -> list[Attempt]:
@@ -330,7 +327,7 @@ def update_nothing(drawn: Drawn, backend: Backend, found: Findings) -> tuple[flo
     begin = time.perf_counter()
     metrics = backend.update(samples)
     updated = time.perf_counter()
-    after = backend.score(drawn.requests, drawn.scoring)
+    after = score_by(backend, drawn.requests, drawn.scoring)
     scored = time.perf_counter()
     moved = max(
         float(np.abs(b.logprobs.astype(np.float64) - a.logprobs).max())

@@ -14,6 +14,7 @@ import numpy as np
 
 from attnrl.analysis.disruption import Trial, choose_steps
 from attnrl.analysis.pages import step_means
+from attnrl.backend import generate_by, score_by
 from attnrl.config import Config
 from attnrl.errors import ConfigError
 from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
@@ -27,7 +28,7 @@ from attnrl.launch.models import (
     open_engine,
     open_rewards,
 )
-from attnrl.launch.parts import check_parts
+from attnrl.launch.parts import check_parts, segmenting
 from attnrl.types import Attempt, Ids, Prompt, Request, Rollout, Sampling, ScoreRequest, Scores, Scoring, Step, Verdict
 
 if TYPE_CHECKING:
@@ -76,9 +77,6 @@ def disrupt(
     prompts = evaluation_prompts(config, records, tokenizer)
     jobs = all_jobs(prompts, samples, seed)
     asked = {"model": "demo" if model == "demo" else path, "seed": seed, **_settings(config)}
-    from attnrl.data.texts import TokenTexts
-
-    texts = TokenTexts(tokenizer)
     wanted = config.evaluation
     with (
         open_trials(Path(output), asked) as (done, append),
@@ -88,7 +86,7 @@ def disrupt(
         shared = Experiment(
             backend=backend,  # type: ignore[arg-type]  # the local engine, checked above
             tokenizer=tokenizer,
-            segment=lambda ids: bound["segmenter"](texts(ids)),
+            segment=segmenting(bound, tokenizer),
             decode=decoder(tokenizer),
             grade=rewards.grade,
             sampling=Sampling(wanted.temperature, wanted.top_p),
@@ -124,10 +122,11 @@ def run_chunk(jobs: Sequence[Job], shared: Experiment) -> list[dict[str, Any]]:
     """For each response one line: what it was, and its trials."""
     from attnrl.local.disrupt import continue_without
 
-    originals = shared.backend.generate([Request(p.ids, shared.max_tokens, s) for _, p, s in jobs], shared.sampling)
+    requests = [Request(p.ids, shared.max_tokens, s) for _, p, s in jobs]
+    originals = generate_by(shared.backend, requests, shared.sampling)
     steps = [shared.segment(rollout.ids) for rollout in originals]
     asked = [ScoreRequest(p.ids, r.ids, s) for (_, p, _), r, s in zip(jobs, originals, steps, strict=True)]
-    scores = shared.backend.score(asked, shared.scoring)
+    scores = score_by(shared.backend, asked, shared.scoring)
     chosen = [choices(*row) for row in zip(jobs, steps, scores, strict=True)]
     spots = [(i, kind, k) for i, found in enumerate(chosen) for kind, k in found.items()]
     requests, hidden = [], []

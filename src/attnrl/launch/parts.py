@@ -10,13 +10,14 @@ from attnrl.algo.adaptive import BUDGETS, FILTERS, full_batch, most_points
 from attnrl.algo.advantages import ESTIMATORS
 from attnrl.algo.credit import CREDITS, no_credit
 from attnrl.algo.parts import bind, check_call, find, read_by
+from attnrl.algo.promises import steps_by
 from attnrl.algo.rules import RULES
 from attnrl.algo.steps import SEGMENTERS
 from attnrl.config import AlgoConfig, Config, check_options
 from attnrl.errors import ConfigError
 from attnrl.iteration import SCHEDULES, Parts, Stream
 from attnrl.launch.models import decoder
-from attnrl.types import Ids, Sampling, Scoring
+from attnrl.types import Ids, Sampling, Scoring, Step
 
 if TYPE_CHECKING:
     from attnrl.backend import Backend
@@ -97,6 +98,14 @@ def scoring_of(config: Config, parts: Sequence[Callable[..., Any]]) -> Scoring |
     return Scoring("fci" in read, algo.delta, algo.key_reduce, config.sampling.temperature)
 
 
+def segmenting(bound: Mapping[str, partial[Any]], tokenizer: Any) -> Callable[[Ids], tuple[Step, ...]]:
+    """Token ids of a response -> its steps."""
+    from attnrl.data.texts import TokenTexts
+
+    texts = TokenTexts(tokenizer)
+    return lambda ids: steps_by(bound["segmenter"], texts(ids))
+
+
 def build_parts(
     config: Config,
     bound: Mapping[str, partial[Any]],
@@ -106,10 +115,8 @@ def build_parts(
     rewards: Rewards,
 ) -> Parts:
     """The parts of an iteration over an engine, a stream of prompts, a tokenizer and rewards."""
-    from attnrl.data.texts import TokenTexts
-
-    texts = TokenTexts(tokenizer)
-    return assemble(config, bound, backend, stream, texts, decoder(tokenizer), rewards.grade, rewards.metrics)
+    segment = segmenting(bound, tokenizer)
+    return assemble(config, bound, backend, stream, segment, decoder(tokenizer), rewards.grade, rewards.metrics)
 
 
 def assemble(
@@ -117,18 +124,18 @@ def assemble(
     bound: Mapping[str, partial[Any]],
     backend: Backend,
     stream: Stream,
-    texts: Callable[[Ids], list[str]],
+    segment: Callable[[Ids], tuple[Step, ...]],
     decode: Callable[[Ids], str],
     grade: Grade,
     graded: Callable[[], dict[str, float]],
 ) -> Parts:
     """As `build_parts`, with what is needed of the tokenizer as two functions."""
-    algo, segmenter = config.algo, bound["segmenter"]
+    algo = config.algo
     return Parts(
         backend=backend,
         stream=stream,
         decode=decode,
-        segment=lambda ids: segmenter(texts(ids)),
+        segment=segment,
         grade=grade,
         graded=graded,
         rule=bound["rule"],

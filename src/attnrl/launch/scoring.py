@@ -12,11 +12,12 @@ import numpy as np
 
 from attnrl.algo.parts import read_by
 from attnrl.algo.reasons import step_reasons
+from attnrl.backend import score_by
 from attnrl.config import Config, load_config
 from attnrl.errors import ConfigError, DataError
 from attnrl.launch.evaluating import settings_of
 from attnrl.launch.models import check_model, find_engine, load_tokenizer, newest_model, open_engine
-from attnrl.launch.parts import check_parts
+from attnrl.launch.parts import check_parts, segmenting
 from attnrl.types import Ids, Prompt, Rollout, ScoreRequest, Scores, Scoring, Trunk, Verdict, as_ids
 
 FIELDS = "the fields are prompt and response (text), prompt_ids and response_ids (token ids), or problem and response"
@@ -57,18 +58,16 @@ def score(
     engine, path = find_engine(config), check_model(newest_model(str(model)))
     rows = [row if isinstance(row, Mapping) else {"prompt": row[0], "response": row[1]} for row in responses]
     tokenizer = load_tokenizer(path)
-    from attnrl.data.texts import TokenTexts
-
-    texts, vocabulary = TokenTexts(tokenizer), vocabulary_of(path, tokenizer)
+    segment, vocabulary = segmenting(bound, tokenizer), vocabulary_of(path, tokenizer)
     algo = config.algo
     scoring = Scoring(True, algo.delta, algo.key_reduce, config.sampling.temperature)
     requests = []
     for number, row in enumerate(rows, start=1):  # before the model loads: a row may be wrong
         where = str(row.get("where") or f"response {number}")
         prompt, response = encode(where, row, tokenizer, config, chat=chat, vocabulary=vocabulary)
-        requests.append(ScoreRequest(prompt, response, bound["segmenter"](texts(response))))
+        requests.append(ScoreRequest(prompt, response, segment(response)))
     with open_engine(engine, config, path, tokenizer, learn=False) as backend:
-        found = backend.score(requests, scoring)
+        found = score_by(backend, requests, scoring)
         if metrics is not None:
             metrics.update(backend.metrics())
 
