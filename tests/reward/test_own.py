@@ -71,6 +71,21 @@ def hostile(attempts):
     return [float(a.response) for a in attempts]
 
 
+def needs_file(attempts, *, path):
+    Path(path).exists() or os.kill(os.getpid(), signal.SIGSEGV)
+    return [1.0 for _ in attempts]
+
+
+def sandbox(attempts):
+    return [Verdict(0.0, "timeout") for _ in attempts]
+
+
+def one_for_all(attempts, *, path):
+    with open(path, "a") as file:
+        file.write(f"{len(attempts)}\\n")
+    return [1.0]
+
+
 def slow(attempts):
     time.sleep(0.02 * len(attempts))
     return [float(a.response) for a in attempts]
@@ -254,12 +269,58 @@ def test_what_the_response_breaks_is_wrong_and_spares_its_neighbours(own_file: s
         assert [v.reward for v in verdicts[::2]] == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_a_function_that_every_response_breaks_is_broken_itself(own_file: str) -> None:
+@pytest.mark.parametrize("count", [1, 3, PIECE, 2 * PIECE + 1])
+def test_a_function_that_no_attempt_survives_is_broken_itself_however_small_the_batch(
+    own_file: str, count: int
+) -> None:
+    cause = rf"{count} of {count} rewards .*'hostile' \({count} times\): limit: RecursionError; no attempt of the batch"
     with built(own_file, "hostile") as rewards:
-        with pytest.raises(TrainingError, match="limit: RecursionError; so did every attempt of the batch"):
-            rewards.grade(attempts(*["recurse"] * PIECE))
-        almost = rewards.grade(attempts(*["recurse"] * (PIECE - 1), "1"))
-        assert [(v.reward, v.error) for v in almost] == [(0.0, None)] * (PIECE - 1) + [(1.0, None)]
+        with pytest.raises(TrainingError, match=cause):
+            rewards.grade(attempts(*["recurse"] * count))
+        almost = rewards.grade(attempts(*["recurse"] * count, "1"))
+        assert [(v.reward, v.error) for v in almost] == [(0.0, None)] * count + [(1.0, None)]
+        # it works, as the last one shows, which is asked about again: these responses did it
+        assert [(v.rule, v.error) for v in rewards.grade(attempts(*["recurse"] * count))] == [("limit", None)] * count
+
+
+def test_a_function_that_worked_and_breaks_now_is_broken(own_file: str, tmp_path: Path) -> None:
+    with built(own_file, "needs_file", {"path": str(tmp_path / "there")}) as rewards:
+        (tmp_path / "there").touch()
+        assert [v.reward for v in rewards.grade(attempts("a", "b"))] == [1.0, 1.0]
+        (tmp_path / "there").unlink()
+        with pytest.raises(TrainingError, match=r"2 of 2 rewards .*crash: .*; no attempt of the batch could be graded"):
+            rewards.grade(attempts("a", "b"))
+
+
+def test_what_breaks_beside_what_raises_is_an_error_too_where_nothing_is_graded(own_file: str) -> None:
+    with (
+        built(own_file, "hostile") as rewards,
+        pytest.raises(TrainingError, match=r"4 of 4 rewards .*\(2 times\)"),
+    ):
+        rewards.grade(attempts("raise", "recurse", "recurse", "nan"))
+
+
+def test_rules_of_verdicts_are_the_function_s_own_words(own_file: str) -> None:
+    """A sandbox may call its own rule "timeout": that is an answer."""
+    with built(own_file, "sandbox") as rewards:
+        verdicts = rewards.grade(attempts(*"ab" * PIECE))
+    assert {(v.rule, v.error) for v in verdicts} == {("timeout", None)}
+
+
+def test_one_entry_for_many_attempts_is_an_error_of_all_and_nobody_is_asked_again(
+    own_file: str, tmp_path: Path
+) -> None:
+    asked = tmp_path / "asked"
+    with (
+        built(own_file, "one_for_all", {"path": str(asked)}) as rewards,
+        pytest.raises(
+            TrainingError,
+            match=r"4 of 4 rewards .* reward 'one_for_all' \(4 times\): ValueError: a reward returns one entry an "
+            "attempt: 1 for 4 attempts",
+        ),
+    ):
+        rewards.grade(attempts("a", "b", "c", "d"))
+    assert asked.read_text() == "4\n"
 
 
 def test_too_many_errors_stop_the_run_with_the_most_frequent_cause(own_file: str) -> None:
@@ -375,7 +436,7 @@ def test_what_a_function_started_ends_with_its_worker(own_file: str) -> None:
         lines = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
         return [line.decode() for line in lines if line == b"sleep\x00614\x00"]
 
-    with built(own_file, "starts_another", timeout_s=0.5) as rewards:
+    with built(own_file, "starts_another", timeout_s=0.5, max_error_share=1.0) as rewards:
         (verdict,) = rewards.grade(attempts("a"))
         assert verdict.rule == "timeout"
         assert not running()

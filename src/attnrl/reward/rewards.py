@@ -82,9 +82,9 @@ class Rewards:
             begun = time.perf_counter()
             columns.append(finish())
             self._count(entry, columns[-1], time.perf_counter() - begun)
-        verdicts = [self._sum(row) for row in zip(*columns, strict=True)]
-        self._check(verdicts)
-        return verdicts
+        rows = list(zip(*columns, strict=True))
+        self._check(rows)
+        return [self._sum(row) for row in rows]
 
     def _start(self, entry: Entry, attempts: Sequence[Attempt]) -> Finish:
         """What waits for the verdicts of one reward; the rule on truncated responses stands here and nowhere else."""
@@ -107,16 +107,21 @@ class Rewards:
             parts[entry.label] = verdict.reward
             parts |= {f"{entry.label}.{name}": value for name, value in verdict.parts.items()}
         total = sum(entry.weight * verdict.reward for entry, verdict in zip(self.entries, row, strict=True))
-        error = next((verdict.error for verdict in row if verdict.error is not None), None)
-        return Verdict(total, first.rule, first.answer, error, first.right, parts)
+        return Verdict(total, first.rule, first.answer, self._error(row)[1], first.right, parts)
 
-    def _check(self, verdicts: Sequence[Verdict]) -> None:
-        causes = Counter(verdict.error for verdict in verdicts if verdict.error is not None)
-        if causes.total() > self.max_error_share * len(verdicts):
-            cause, times = causes.most_common(1)[0]
+    def _error(self, row: Sequence[Verdict]) -> tuple[str, str | None]:
+        """The first of all rewards that failed on an attempt, and how; None where none did."""
+        failed = ((e.label, v.error) for e, v in zip(self.entries, row, strict=True) if v.error is not None)
+        return next(failed, ("", None))
+
+    def _check(self, rows: Sequence[Sequence[Verdict]]) -> None:
+        causes = Counter(found for row in rows if (found := self._error(row))[1] is not None)
+        if causes.total() > self.max_error_share * len(rows):
+            (label, cause), times = causes.most_common(1)[0]
             raise TrainingError(
-                f"{causes.total()} of {len(verdicts)} rewards of a batch are errors, a larger share than "
-                f"verify.max_error_share = {self.max_error_share:g}; the most frequent ({times} times): {cause}"
+                f"{causes.total()} of {len(rows)} rewards of a batch are errors, a larger share than "
+                f"verify.max_error_share = {self.max_error_share:g}; the most frequent, of the reward {label!r} "
+                f"({times} times): {cause}"
             )
 
     def _count(self, entry: Entry, verdicts: Sequence[Verdict], seconds: float) -> None:

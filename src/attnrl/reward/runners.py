@@ -64,11 +64,13 @@ class InWorkers:
 
     Attempts are handed over in pieces. A piece that fails is taken apart and each attempt asked about alone, so that
     one attempt's failure is its own. What raises is an error; what hangs, fills the memory or ends the worker when
-    asked about alone is the response's doing: wrong.
+    asked about alone is the response's doing: wrong. Where no attempt of a batch could be graded, the last one that
+    could is asked about again: if that fails too, or there was none, the function is broken and they are errors.
     """
 
     def __init__(self, pool: Pool, label: str, *, whole_batch: bool) -> None:
         self.pool, self.label, self.whole_batch = pool, label, whole_batch
+        self.graded: Attempt | None = None  # the last attempt that the function could grade
 
     def start(self, attempts: Sequence[Attempt]) -> Finish:
         size = len(attempts) if self.whole_batch else min(PIECE, ceil(len(attempts) / self.pool.workers))
@@ -80,7 +82,9 @@ class InWorkers:
             replies: list[tuple[Reply, int]] = []
             for piece, future, alone in zip(pieces, futures, again, strict=True):
                 replies += [(one.result(), 1) for one in alone] or [(future.result(), len(piece))]
-            return self._not_all_broken([v for reply, count in replies for v in self._verdicts(reply, count)])
+            verdicts = [v for reply, count in replies for v in self._verdicts(reply, count)]
+            broke = [count == 1 and reply.error in BROKEN for reply, count in replies for _ in range(count)]
+            return self._not_all_broken(attempts, verdicts, broke)
 
         return finish
 
@@ -97,20 +101,25 @@ class InWorkers:
         return [self._submit([attempt]) for attempt in piece]
 
     def _verdicts(self, reply: Reply, count: int) -> list[Verdict]:
-        if reply.error is None:
+        if reply.error is None and isinstance(reply.value, list):
             return [Verdict(**row) for row in reply.value]
+        if reply.error is None:
+            return [Verdict(0.0, self.label, None, f"ValueError: {reply.value}")] * count
         if reply.error == "raised":
             return [Verdict(0.0, self.label, None, reply.message)] * count
         if reply.ours or count > 1:  # of a whole batch nobody can tell who did it
             return [Verdict(0.0, self.label, None, f"{reply.error}: {reply.message}")] * count
         return [Verdict(0.0, reply.error, reply.message)]
 
-    def _not_all_broken(self, verdicts: list[Verdict]) -> list[Verdict]:
-        """The verdicts; errors where every response broke the function: then the function itself is broken."""
-        if len(verdicts) < PIECE or not all(verdict.rule in BROKEN for verdict in verdicts):
+    def _not_all_broken(self, attempts: Sequence[Attempt], verdicts: list[Verdict], broke: list[bool]) -> list[Verdict]:
+        """The verdicts; errors of those that broke the function, where that is broken itself."""
+        graded = [a for a, v, b in zip(attempts, verdicts, broke, strict=True) if v.error is None and not b]
+        self.graded = graded[-1] if graded else self.graded
+        if graded or not any(broke) or (self.graded and self._submit([self.graded]).result().error is None):
             return verdicts
         return [
-            Verdict(0.0, v.rule, None, f"{v.rule}: {v.answer}; so did every attempt of the batch") for v in verdicts
+            Verdict(0.0, v.rule, None, f"{v.rule}: {v.answer}; no attempt of the batch could be graded") if b else v
+            for v, b in zip(verdicts, broke, strict=True)
         ]
 
     def close(self, *, wait: bool = True) -> None:

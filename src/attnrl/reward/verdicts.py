@@ -26,12 +26,17 @@ def as_verdict(value: Any, rule: str) -> Verdict:
 
 def as_verdicts(values: Any, rule: str, count: int) -> list[Verdict]:
     """The values of one call for a batch of `count` attempts."""
+    if wrong := misfit(values, count):
+        raise ValueError(wrong)
+    return [as_verdict(value, rule) for value in values]
+
+
+def misfit(values: Any, count: int) -> str:
+    """How the value of one call is not a list with an entry for each of `count` attempts; empty where it is."""
     unordered = isinstance(values, Mapping | Set)
     if unordered or isinstance(values, str | bytes | int | float | Verdict) or not hasattr(values, "__len__"):
-        raise TypeError(f"a reward returns a list with one entry an attempt, not {type(values).__name__}")
-    if len(values) != count:
-        raise ValueError(f"a reward returns one entry an attempt: {len(values)} for {count} attempts")
-    return [as_verdict(value, rule) for value in values]
+        return f"a reward returns a list with one entry an attempt, not {type(values).__name__}"
+    return "" if len(values) == count else f"a reward returns one entry an attempt: {len(values)} for {count} attempts"
 
 
 def _number(value: Any) -> float:
@@ -64,12 +69,18 @@ def verdict_row(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def served(name: str, rule: str, options: dict[str, Any]) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """What a worker serves: the reward function called `name`, from attempts to verdicts as JSON holds them."""
+def served(
+    name: str, rule: str, options: dict[str, Any]
+) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]] | str]:
+    """What a worker serves: the reward function called `name`, from attempts to verdicts as JSON holds them; to a
+    sentence where it does not answer for each attempt, which is no attempt's doing.
+    """
     function = find({}, name)
 
-    def grade(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def grade(rows: list[dict[str, Any]]) -> list[dict[str, Any]] | str:
         values = function([row_attempt(row) for row in rows], **options)
-        return [verdict_row(verdict) for verdict in as_verdicts(values, rule, len(rows))]
+        if wrong := misfit(values, len(rows)):
+            return wrong
+        return [verdict_row(as_verdict(value, rule)) for value in values]
 
     return grade
