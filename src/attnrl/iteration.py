@@ -199,6 +199,9 @@ def two_calls(state: State, parts: Parts, *, fill: bool) -> Outcome:
     return Outcome(after, metrics, forests, samples, dropped, give_reasons(plans, forests, samples, dropped, parts))
 
 
+# Whether a schedule draws more prompts until its batch is full; one that does not say may.
+one_step_off_policy.fills = on_policy.fills = False  # type: ignore[attr-defined]
+
 Schedule = Callable[[State, Parts], Outcome]
 
 SCHEDULES: dict[str, Schedule] = {

@@ -13,11 +13,12 @@ Examples:
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from typing import Any
 
 from attnrl.cli.flags import describe_keys, read_flags, show, wants_help
-from attnrl.config import Config, Section, load_config
-from attnrl.launch.parts import check_parts
+from attnrl.config import Config, Section, idle_keys, keys, load_config
+from attnrl.launch.parts import check_parts, taken_by
 
 
 class ConfigFlags(Section):
@@ -33,13 +34,14 @@ def main(argv: list[str]) -> int:
         return 0
     flags, overrides = read_flags(ConfigFlags, argv, str(__doc__), short={}, words="preset")
     config = load_config(flags.preset, overrides)
-    check_parts(config)
-    show(to_toml(config.model_dump(mode="json"), Config().model_dump(mode="json")))
+    idle = idle_keys(config, {*taken_by(config, check_parts(config)), *(k for k in keys() if k[:5] != "algo.")})
+    show(to_toml(config.model_dump(mode="json"), Config().model_dump(mode="json"), idle))
     return 0
 
 
-def to_toml(values: dict[str, Any], defaults: dict[str, Any], prefix: str = "") -> str:
-    """Nested values as TOML; keys without a value as "none", in a comment where that is the default.
+def to_toml(values: dict[str, Any], defaults: dict[str, Any], idle: Container[str] = (), prefix: str = "") -> str:
+    """Nested values as TOML; keys without a value as "none", in a comment where that is the default; in a comment also
+    keys that nothing takes: in a file of the user's own they would be refused.
 
     >>> values = {"about": "x", "algo": {"points": 2, "rule_options": {"a": 1}, "cap": None, "parts": None}}
     >>> print(to_toml(values, {"algo": {"parts": 2}}))
@@ -52,10 +54,13 @@ def to_toml(values: dict[str, Any], defaults: dict[str, Any], prefix: str = "") 
     parts = "none"
     """
     plain = {k: v for k, v in values.items() if not isinstance(v, dict) or k.endswith("options") or k == "columns"}
-    lines = [f"{'# ' * (v is None and defaults.get(k) is None)}{k} = {_value(v)}" for k, v in plain.items()]
+    lines = []
+    for k, v in plain.items():
+        unsaid = f"{prefix}{k}" in idle or (v is None and defaults.get(k) is None)
+        lines.append(f"{'# ' * unsaid}{k} = {_value(v)}")
     for name, section in values.items():
         if name not in plain:
-            lines += ["", f"[{prefix}{name}]", to_toml(section, defaults.get(name) or {}, f"{prefix}{name}.")]
+            lines += ["", f"[{prefix}{name}]", to_toml(section, defaults.get(name) or {}, idle, f"{prefix}{name}.")]
     return "\n".join(lines)
 
 

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attnrl.cli.flags import read_flags, show
-from attnrl.config import Section, load_config
+from attnrl.config import Section, check_taken, load_config
 from attnrl.errors import ConfigError, MissingFileError
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def evaluate_stored(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
         raise MissingFileError(f"--responses {flags.responses}: no such file")
     config = load_config("", overrides)
     with open_rewards(config) as rewards:
+        check_taken(config, rewards.takes)
         responses = grade_stored(
             flags.responses, rewards.grade, lambda name: load_benchmark(name, config.data.directory)
         )

@@ -6,7 +6,7 @@ A preset is a sparse TOML file: it holds only what differs from the defaults bel
 
 from attnrl.config.base import Names, Section
 from attnrl.config.options import check_options
-from attnrl.config.reading import explain, keys, load_config, may_change, presets, read_preset
+from attnrl.config.reading import explain, keys, load_config, may_change, presets
 from attnrl.config.sections import (
     AlgoConfig,
     Config,
@@ -22,6 +22,7 @@ from attnrl.config.sections import (
     VerifyConfig,
     VerlConfig,
 )
+from attnrl.config.taken import check_taken, idle_keys
 from attnrl.config.tasks import Fork, TaskConfig, TaskKind
 
 __all__ = [
@@ -44,10 +45,11 @@ __all__ = [
     "VerifyConfig",
     "VerlConfig",
     "check_options",
+    "check_taken",
     "explain",
+    "idle_keys",
     "keys",
     "load_config",
     "may_change",
     "presets",
-    "read_preset",
 ]

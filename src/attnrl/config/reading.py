@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from attnrl.config.base import MAY_CHANGE
 from attnrl.config.sections import Config
+from attnrl.config.taken import keep_set, set_by_file
 from attnrl.errors import ConfigError, MissingFileError
 
 
@@ -23,25 +24,34 @@ def presets() -> dict[str, str]:
     return {name: str(tomllib.loads(files[name].read_text("utf-8")).get("about", "")) for name in sorted(files)}
 
 
-def load_config(preset: str, overrides: Mapping[str, Any] | None = None) -> Config:
+def load_config(
+    preset: str, overrides: Mapping[str, Any] | None = None, *, known: Mapping[str, Any] | None = None
+) -> Config:
     """The resolved config of a preset with dotted overrides on top. A preset is named, or given as the path of a TOML
-    file or of a run's config.json; "" stands for the defaults.
+    file or of a run's config.json; "" stands for the defaults. Between the two stands what is `known` otherwise.
+
+    Its `model_fields_set` is what the user set, by overrides or in a TOML file of their own (`check_taken`).
 
     >>> load_config("attnrl_1p5b", {"algo.points": 3}).algo.points
     3
     """
-    values = read_preset(preset) if preset else {}
-    for key, value in (overrides or {}).items():
+    values, own = _read_preset(preset) if preset else ({}, {})
+    for key, value in ({} if known is None else known).items():
         _put(values, key, value)
+    for key, value in ({} if overrides is None else overrides).items():
+        _put(values, key, value)
+        _put(own, key, value)
     values = _with_nothing(values, _optional_keys())
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error, preset or "flags")) from None
+    keep_set(config, own)
+    return config
 
 
-def read_preset(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The values of a preset, those of its `base` underneath."""
+def _read_preset(name: str, above: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of a preset, those of its `base` underneath; and which of them the user set in files of their own."""
     if name in above:
         raise ConfigError(f"preset {name!r} is its own base, by way of {' -> '.join(above)}")
     text = _preset_text(name)
@@ -52,7 +62,11 @@ def read_preset(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{name}: holds a {type(values).__name__}, not an object with the sections of a config")
     base = values.pop("base", None)
-    return values if base is None else _merge(read_preset(str(base), (*above, name)), values)
+    own = set_by_file(Config, values) if name.endswith(".toml") else {}
+    if base is None:
+        return values, own
+    under, own_under = _read_preset(str(base), (*above, name))
+    return _merge(under, values), _merge(own_under, own)
 
 
 def _preset_text(name: str) -> str:

@@ -7,7 +7,37 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from attnrl.config.base import MAY_CHANGE, Names, Section
-from attnrl.config.tasks import TaskConfig
+from attnrl.config.taken import PART, For
+from attnrl.config.tasks import TASKS, TaskConfig
+
+# What keys are for that only some settings take.
+LORA = For("model.lora_rank above 0", lambda config: config.model.lora_rank > 0)
+ROWS = For("files or hub names in data.train", lambda config: any(name != "tasks" for name in config.data.train))
+TRAIN_TASKS = For('"tasks" in data.train', lambda config: "tasks" in config.data.train)
+FILES = For(
+    "files or hub names in data.train or evaluation.benchmarks",
+    lambda config: any(name != "tasks" for name in (*config.data.train, *config.evaluation.benchmarks)),
+)
+BENCHMARKS = For(
+    "benchmarks in evaluation.benchmarks or data.decontaminate",
+    lambda config: bool(config.evaluation.benchmarks or config.data.decontaminate),
+)
+EVALUATION = For("benchmarks in evaluation.benchmarks", lambda config: bool(config.evaluation.benchmarks))
+HELD_OUT = For(
+    '"tasks" or "gym:NAME" in evaluation.benchmarks',
+    lambda config: any(name == "tasks" or name.startswith("gym:") for name in config.evaluation.benchmarks),
+)
+FCI = For("a rule or filter that reads FCI")
+BRANCHES = For("a rule that branches")
+ADAPTIVE = For("algo.adaptive_batch = true", lambda config: config.algo.adaptive_batch)
+FILLED = For("algo.adaptive_batch = true, or a schedule that fills its batches")
+WORKERS = For("a reward that runs in worker processes")
+ASYNC = For("an async reward")
+
+
+def engine(name: str) -> For:
+    """Settings of an engine, which may also work inside one of the user's own."""
+    return For(f"engine.name = {name!r}", lambda c: c.engine.name == name or ":" in c.engine.name, in_files=False)
 
 
 class ModelConfig(Section):
@@ -19,17 +49,10 @@ class ModelConfig(Section):
     """Weights of the policy; optimizer state is float32 always. auto: bfloat16 on CUDA, float32 on CPU."""
     lora_rank: int = Field(0, ge=0)
     """Rank of LoRA adapters; 0 trains full weights."""
-    lora_alpha: float = Field(32.0, gt=0)
+    lora_alpha: Annotated[float, LORA] = Field(32.0, gt=0)
     """Scale of LoRA adapters."""
-    lora_targets: Names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    lora_targets: Annotated[Names, LORA] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Linear layers that get LoRA adapters."""
-
-    @model_validator(mode="after")
-    def _lora_is_asked_for(self) -> Self:
-        for key in ("lora_alpha", "lora_targets"):
-            if not self.lora_rank and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} is set, but lora_rank is 0: nothing takes it; set lora_rank, or leave it out")
-        return self
 
 
 class LocalConfig(Section):
@@ -66,8 +89,8 @@ class EngineConfig(Section):
     """local, verl, or your own as package.module:factory."""
     options: dict[str, Any] = {}
     """Keyword options of your own factory."""
-    local: LocalConfig = LocalConfig()
-    verl: VerlConfig = VerlConfig()
+    local: Annotated[LocalConfig, engine("local")] = LocalConfig()
+    verl: Annotated[VerlConfig, engine("verl")] = VerlConfig()
 
 
 class DataConfig(Section):
@@ -75,27 +98,27 @@ class DataConfig(Section):
 
     train: Names = ("agentica-org/DeepScaleR-Preview-Dataset",)
     """Files (parquet, json, jsonl, .gz), hub names, or "tasks"."""
-    train_tasks: int = Field(20_000, ge=1)
+    train_tasks: Annotated[int, TRAIN_TASKS] = Field(20_000, ge=1)
     """How many made-up tasks to train on, where train names "tasks"."""
     template: str = "{problem} Let's think step by step and output the final answer within \\boxed{}."
     """Text around a problem, before the model's chat template. Paper: Table 5."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longer prompts are left out, and counted."""
-    columns: dict[Literal["problem", "answer"], str] = {}
+    columns: Annotated[dict[Literal["problem", "answer"], str], FILES] = {}
     """Columns that hold problem and answer, where they have names of their own: {problem = "...", answer = "..."}."""
     system: str | None = None
     """System message before every problem; None: the row's own, where it has one."""
     chat_options: dict[str, Any] = {}
     """Options of the model's chat template, such as {enable_thinking = false}."""
-    drop_bad_rows: bool = False
+    drop_bad_rows: Annotated[bool, ROWS] = False
     """Leave out rows without a problem or an answer and say which; otherwise the first one is an error."""
     decontaminate: Names = ()
     """Benchmarks whose problems are dropped from the training set."""
     clean: bool = False
     """Leave out problems that state their answer, that have conflicting answers, and repeated ones."""
-    directory: str | None = None
+    directory: Annotated[str | None, BENCHMARKS] = None
     """Folder with eval/*.parquet; by default the environment variable ATTNRL_DATA, then the hub."""
-    tasks: TaskConfig = TaskConfig()
+    tasks: Annotated[TaskConfig, TASKS] = TaskConfig()
 
 
 class SamplingConfig(Section):
@@ -153,11 +176,11 @@ class AlgoConfig(Section):
     """How responses become steps: blank_lines, lines, sentences, every_n_tokens, or package.module:function."""
     segmenter_options: dict[str, Any] = {}
     """Keyword options of the segmenter."""
-    delta: int = Field(4, ge=1)
+    delta: Annotated[int, FCI] = Field(4, ge=1)
     """Steps between a step and the text whose attention counts, Delta of Eq. 5."""
-    key_reduce: Literal["mean", "sum"] = "mean"
+    key_reduce: Annotated[Literal["mean", "sum"], FCI] = "mean"
     """Over the tokens of the step attended to."""
-    mode: Literal["paper", "released"] = "paper"
+    mode: Annotated[Literal["paper", "released"], PART] = "paper"
     """Whether steps that cannot branch are left out of quantile and mean FCI, or count as zeros."""
     rule: str = "fci"
     """Where to branch: fci, surprisal, entropy, random_steps, uniform, every_step, fixed_segments, low_probability,
@@ -165,13 +188,13 @@ class AlgoConfig(Section):
     package.module:function."""
     rule_options: dict[str, Any] = {}
     """Keyword options of the rule."""
-    points: int = Field(2, ge=1)
+    points: Annotated[int, PART] = Field(2, ge=1)
     """Branch points per tree, N."""
-    width: int = Field(2, ge=1)
+    width: Annotated[int, BRANCHES] = Field(2, ge=1)
     """New branches per point."""
-    top_fraction: float = Field(0.2, gt=0, le=1)
+    top_fraction: Annotated[float, PART] = Field(0.2, gt=0, le=1)
     """Share of steps that are candidates, rho of Eq. 7."""
-    min_gap_tokens: int = Field(0, ge=0)
+    min_gap_tokens: Annotated[int, PART] = Field(0, ge=0)
     """Smallest distance of branch points from the start and each other, tokens."""
     filter: str = "attention"
     """Which prompts are branched and trained on: attention (Eq. 8), all, not_all_right (Sec. 4.3), has_spread (DAPO),
@@ -184,9 +207,9 @@ class AlgoConfig(Section):
     """Keyword options of the budget rule."""
     adaptive_batch: bool = True
     """Follow Eq. 10; otherwise every batch has `prompts` prompts."""
-    history: float = Field(0.9, ge=0, lt=1)
+    history: Annotated[float, ADAPTIVE] = Field(0.9, ge=0, lt=1)
     """Weight of the last batch size, lambda of Eq. 10."""
-    max_prompts: int = Field(256, ge=1)
+    max_prompts: Annotated[int, FILLED] = Field(256, ge=1)
     """Upper bound of the batch size, prompts."""
     estimator: str = "tree"
     """Advantages: tree (Eq. 3), grpo, treerl, edge, treepo, tree_grpo, chain, fr3e, or package.module:function."""
@@ -200,12 +223,6 @@ class AlgoConfig(Section):
     """What is left out of the update for want of signal."""
     grade_truncated: bool = False
     """Grade responses cut off by the length limit; otherwise they count as wrong."""
-
-    @model_validator(mode="after")
-    def _batch_fits(self) -> AlgoConfig:
-        if self.prompts > self.max_prompts:
-            raise ValueError(f"prompts = {self.prompts} is above max_prompts = {self.max_prompts}; raise that too")
-        return self
 
 
 class UpdateConfig(Section):
@@ -227,11 +244,11 @@ class UpdateConfig(Section):
     """AdamW's averages."""
     weight_decay: float = Field(0.01, ge=0)
     """AdamW's weight decay."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_low: Annotated[float, PART] = Field(0.2, gt=0, lt=1)
     """Ratio is clipped at 1 - clip_low."""
-    clip_high: float = Field(0.28, gt=0)
+    clip_high: Annotated[float, PART] = Field(0.28, gt=0)
     """Ratio is clipped at 1 + clip_high."""
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: Annotated[float | None, PART] = Field(None, gt=1)
     """Bound of the loss for negative advantages; None: none."""
     importance_cap: float | None = Field(None, gt=0)
     """Truncated importance weight for the gap between sampler and learner; None: none."""
@@ -297,15 +314,15 @@ class UpdateConfig(Section):
 class VerifyConfig(Section):
     """How rewards are run: limits of worker processes and of calls."""
 
-    workers: int | None = Field(None, ge=1, json_schema_extra=MAY_CHANGE)
+    workers: Annotated[int | None, WORKERS] = Field(None, ge=1, json_schema_extra=MAY_CHANGE)
     """Worker processes; None: one per core, at most 4."""
-    timeout_s: float = Field(5.0, gt=0)
+    timeout_s: Annotated[float, WORKERS] = Field(5.0, gt=0)
     """Wall limit of one answer, seconds."""
-    memory_mb: int = Field(2048, ge=256, json_schema_extra=MAY_CHANGE)
+    memory_mb: Annotated[int, WORKERS] = Field(2048, ge=256, json_schema_extra=MAY_CHANGE)
     """Memory limit of one worker, MB."""
-    concurrency: int = Field(64, ge=1, json_schema_extra=MAY_CHANGE)
+    concurrency: Annotated[int, ASYNC] = Field(64, ge=1, json_schema_extra=MAY_CHANGE)
     """Calls of an async reward that run at the same time."""
-    async_timeout_s: float = Field(60.0, gt=0)
+    async_timeout_s: Annotated[float, ASYNC] = Field(60.0, gt=0)
     """Wall limit of one call of an async reward, seconds."""
     max_error_share: float = Field(0.5, ge=0, le=1)
     """A batch of which a larger share are errors of ours stops the run with the cause."""
@@ -318,19 +335,19 @@ class EvaluationConfig(Section):
     """Evaluate every so many iterations, and before the first and after the last; 0: never."""
     benchmarks: Names = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiad")
     """Names of benchmarks, files, or "tasks"."""
-    tasks: int = Field(256, ge=1)
+    tasks: Annotated[int, HELD_OUT] = Field(256, ge=1)
     """How many held-out made-up tasks, where benchmarks names "tasks"."""
-    samples: int | None = Field(None, ge=1)
+    samples: Annotated[int | None, EVALUATION] = Field(None, ge=1)
     """Responses per problem; None: each benchmark's own number."""
-    temperature: float = Field(0.6, ge=0)
+    temperature: Annotated[float, EVALUATION] = Field(0.6, ge=0)
     """Softmax temperature; 0 is greedy."""
-    top_p: float = Field(0.95, gt=0, le=1)
+    top_p: Annotated[float, EVALUATION] = Field(0.95, gt=0, le=1)
     """Nucleus."""
-    max_response_tokens: int = Field(32_768, ge=1)
+    max_response_tokens: Annotated[int, EVALUATION] = Field(32_768, ge=1)
     """Response limit, tokens."""
-    max_prompt_tokens: int = Field(4096, ge=1)
+    max_prompt_tokens: Annotated[int, EVALUATION] = Field(4096, ge=1)
     """Prompt limit, tokens; a longer prompt is an error: leaving problems out would change the benchmark."""
-    ks: tuple[int, ...] | None = None
+    ks: Annotated[tuple[int, ...] | None, EVALUATION] = None
     """The k of pass@k, at most `samples`; None: each benchmark's own (paper: 32 for AIME and AMC, 4 for the rest)."""
 
 

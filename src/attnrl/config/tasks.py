@@ -8,6 +8,20 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from attnrl.config.base import Section
+from attnrl.config.taken import For
+
+TASKS = For(
+    '"tasks" in data.train or evaluation.benchmarks',
+    lambda config: "tasks" in (*config.data.train, *config.evaluation.benchmarks),
+)
+TASKS_OR_GYM = For(
+    '"tasks" in data.train or evaluation.benchmarks, or "gym:NAME" there',
+    lambda config: any(
+        name == "tasks" or name.startswith("gym:") for name in (*config.data.train, *config.evaluation.benchmarks)
+    ),
+)
+PLAIN = For("data.tasks.modulus = none", lambda config: config.data.tasks.modulus is None)
+FORKS = For("data.tasks.forks", lambda config: bool(config.data.tasks.forks))
 
 TaskKind = Literal["more", "fewer", "times", "plus", "minus"]
 Fork = Literal["hub", "method", "turn", "pair"]
@@ -37,7 +51,7 @@ class TaskConfig(Section):
     """Fewest and most computations the asked quantity needs, within 1 to 20."""
     modulus: int | None = Field(23, ge=5, le=1000)
     """Counts are taken modulo this, so that small models can learn single steps; None: plain counts."""
-    largest: int = Field(99, ge=18)
+    largest: Annotated[int, PLAIN] = Field(99, ge=18)
     """Largest count where there is no modulus."""
     distractors: Annotated[tuple[int, int], _within(0, 20)] = (0, 4)
     """Fewest and most quantities that are not needed."""
@@ -61,13 +75,13 @@ class TaskConfig(Section):
     """Size of the vocabulary of names."""
     forks: tuple[Fork, ...] = ()
     """Kinds of decisive step, drawn at random: hub, method, turn, pair; none: tasks without one. docs/tasks.md."""
-    routine: Annotated[tuple[int, int], _within(0, 20)] = (2, 8)
+    routine: Annotated[tuple[int, int], _within(0, 20), FORKS] = (2, 8)
     """With forks: fewest and most computations before the decision; `operations` come after it."""
-    doubts: float = Field(0.0, ge=0, le=2 / 3)
+    doubts: Annotated[float, FORKS] = Field(0.0, ge=0, le=2 / 3)
     """With forks: mean chance that a solution decides wrongly; problems and answers are not touched."""
-    style: int = Field(1, ge=1, le=4)
+    style: Annotated[int, FORKS] = Field(1, ge=1, le=4)
     """With forks: number of words that may open a step of a solution."""
-    seed: int = 0
+    seed: Annotated[int, TASKS_OR_GYM] = 0
     """Seed of the generator; train and test are disjoint for any two seeds."""
 
     @property

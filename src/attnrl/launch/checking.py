@@ -27,17 +27,9 @@ from attnrl.launch.data import (
     train_records,
 )
 from attnrl.launch.forecast import GB, memory, shape_of, work
-from attnrl.launch.models import (
-    check_model,
-    decoder,
-    find_engine,
-    load_tokenizer,
-    newest_model,
-    open_engine,
-    open_rewards,
-)
-from attnrl.launch.parts import check_parts, scoring_of, segmenting
-from attnrl.launch.training import Say, check_loss, say_plainly
+from attnrl.launch.models import decoder, load_tokenizer, open_engine
+from attnrl.launch.parts import scoring_of, segmenting
+from attnrl.launch.training import Say, make_ready, say_plainly
 from attnrl.types import (
     Attempt,
     Ids,
@@ -130,9 +122,8 @@ def check(
     elif overrides:
         raise ConfigError("give overrides with a preset's name; a Config is taken as it is")
     found = Findings(say)
-    bound = check_parts(config)
-    check_loss(config)
-    engine, rewards, path = find_engine(config), open_rewards(config), check_model(newest_model(config.model.path))
+    ready = make_ready(config)
+    bound, path = ready.bound, ready.model
     found.add("ok", "config", f"parts, loss, rewards and engine {config.engine.name!r} are there; model {path}")
     about_data: list[str] = []
     records = train_records(config, about_data.append)
@@ -145,11 +136,11 @@ def check(
         sizes = [f"{name} {len(rows)} problems x {samples[name]}" for name, rows in held_out.items()]
         found.add("ok", "held out", ", ".join(sizes))
     look_at_prompt(chosen[0], tokenizer, found)
-    with rewards:
+    with ready.rewards as rewards:
         grade_golds(config, records, rewards, found)
         forecast_memory(config, path, found)
         still = config.model_copy(update={"update": config.update.model_copy(update={"lr": NO_LR})})
-        with open_engine(engine, still, path, tokenizer) as backend:
+        with open_engine(ready.engine, still, path, tokenizer) as backend:
             drawn = draw(config, bound, chosen, responses, backend, tokenizer)
             verdicts = rewards.grade(attempts_of(drawn, decoder(tokenizer)))
             look_at_responses(config, drawn, verdicts, tokenizer, found)

@@ -15,7 +15,7 @@ import numpy as np
 from attnrl.analysis.disruption import Trial, choose_steps
 from attnrl.analysis.pages import step_means
 from attnrl.backend import generate_by, score_by
-from attnrl.config import Config
+from attnrl.config import Config, check_taken
 from attnrl.errors import ConfigError
 from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
 from attnrl.launch.evaluating import settings_of
@@ -24,11 +24,10 @@ from attnrl.launch.models import (
     decoder,
     find_engine,
     load_tokenizer,
-    newest_model,
     open_engine,
     open_rewards,
 )
-from attnrl.launch.parts import check_parts, segmenting
+from attnrl.launch.parts import FCI_KEYS, check_parts, segmenting
 from attnrl.types import Attempt, Ids, Prompt, Request, Rollout, Sampling, ScoreRequest, Scores, Scoring, Step, Verdict
 
 if TYPE_CHECKING:
@@ -71,7 +70,8 @@ def disrupt(
     if config.engine.name != "local":
         raise ConfigError(f"engine.name = {config.engine.name!r}: hiding a step from later text needs the local engine")
     bound = check_parts(config)
-    engine, path = find_engine(config), check_model(newest_model(model))
+    engine, rewards, path = find_engine(config), open_rewards(config), check_model(model)
+    check_taken(config, rewards.takes | FCI_KEYS)
     records, samples = evaluation_records(config), evaluation_samples(config)
     tokenizer = load_tokenizer(path)
     prompts = evaluation_prompts(config, records, tokenizer)
@@ -80,7 +80,7 @@ def disrupt(
     wanted = config.evaluation
     with (
         open_trials(Path(output), asked) as (done, append),
-        open_rewards(config) as rewards,
+        rewards,
         open_engine(engine, config, path, tokenizer, learn=False) as backend,
     ):
         shared = Experiment(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnrl.config import Config, load_config
+from attnrl.config import Config, check_taken, load_config
 from attnrl.errors import ConfigError
 from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
 from attnrl.launch.models import (
@@ -15,7 +15,6 @@ from attnrl.launch.models import (
     decoder,
     find_engine,
     load_tokenizer,
-    newest_model,
     open_engine,
     open_rewards,
 )
@@ -54,7 +53,8 @@ def evaluate(
     elif overrides:
         raise ConfigError("give overrides or a whole config, not both")
     wanted = config.evaluation
-    engine, rewards, path = find_engine(config), open_rewards(config), check_model(newest_model(model))
+    engine, rewards, path = find_engine(config), open_rewards(config), check_model(model)
+    check_taken(config, rewards.takes)
     samples = evaluation_samples(config)
     check_samples(samples, wanted.ks)
     records = evaluation_records(config)
@@ -107,7 +107,7 @@ def settings_of(model: str, overrides: Mapping[str, Any] | None = None) -> tuple
             "evaluation.top_p": 1.0,
             "evaluation.max_response_tokens": 1024,
         }
-        return str(file), load_config("", {**tasks, **known, **(overrides or {})})
+        return str(file), load_config("", overrides, known={**tasks, **known})
     return "", load_config("", overrides)
 
 

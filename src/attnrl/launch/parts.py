@@ -13,7 +13,7 @@ from attnrl.algo.parts import bind, check_call, find, read_by
 from attnrl.algo.promises import steps_by
 from attnrl.algo.rules import RULES
 from attnrl.algo.steps import SEGMENTERS
-from attnrl.config import AlgoConfig, Config, check_options
+from attnrl.config import Config, check_options
 from attnrl.errors import ConfigError
 from attnrl.iteration import SCHEDULES, Parts, Stream
 from attnrl.launch.models import decoder
@@ -33,6 +33,8 @@ KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {  # the parts of [algo] th
     "credit": CREDITS,
 }
 
+FCI_KEYS = {"algo.delta", "algo.key_reduce"}  # taken wherever FCI is computed
+
 CALLED = {  # what the loop calls each with
     "segmenter": ("texts",),
     "rule": ("prompt", "trunk", "rng"),
@@ -44,9 +46,7 @@ CALLED = {  # what the loop calls each with
 
 
 def check_parts(config: Config) -> dict[str, partial[Any]]:
-    """The named parts of [algo] with their options bound. A wrong name or option, or a key of [algo] that is set but
-    taken by none of them, raises ConfigError.
-    """
+    """The named parts of [algo] with their options bound; a wrong name or option raises ConfigError."""
     knobs = config.algo.model_dump()
     bound: dict[str, partial[Any]] = {}
     for kind, table in KINDS.items():
@@ -60,7 +60,9 @@ def check_parts(config: Config) -> dict[str, partial[Any]]:
         check_call(find(SCHEDULES, config.algo.schedule), "state", "parts")
     except ValueError as error:
         raise ConfigError(f"algo.schedule: {error}") from None
-    check_taken(config.algo, bound)
+    prompts, most = config.algo.prompts, config.algo.max_prompts
+    if prompts > most and "algo.max_prompts" in taken_by(config, bound):
+        raise ConfigError(f"algo.prompts = {prompts} is above algo.max_prompts = {most}; raise that too")
     if config.algo.adaptive_batch and target_samples(config, bound) is None:
         raise ConfigError(
             f"algo.adaptive_batch needs a rule that says how many points it gives: set max_points in rule_options of "
@@ -69,18 +71,13 @@ def check_parts(config: Config) -> dict[str, partial[Any]]:
     return bound
 
 
-def check_taken(algo: AlgoConfig, bound: Mapping[str, partial[Any]]) -> None:
-    """Raise where a key of [algo] has another value than its default and nothing takes it."""
-    read = read_by(bound["rule"]) | read_by(bound["filter"])
-    taken = {name for part in bound.values() for name in getattr(part, "keywords", {})}
-    taken |= {"delta", "key_reduce"} if "fci" in read else set()
-    taken |= {"width"} if most_points(bound["rule"]) != 0 else set()
-    taken |= {"history"} if algo.adaptive_batch else set()
-    for key in ("points", "width", "top_fraction", "min_gap_tokens", "mode", "delta", "key_reduce", "history"):
-        value = getattr(algo, key)
-        if key not in taken and value != type(algo).model_fields[key].default:
-            names = ", ".join(f"{kind} {getattr(algo, kind)!r}" for kind in KINDS)
-            raise ConfigError(f"algo.{key} = {value!r} is set, but nothing takes it ({names}); leave it out")
+def taken_by(config: Config, bound: Mapping[str, partial[Any]]) -> set[str]:
+    """The dotted keys of [algo] that its parts take, by their options, by what they read and by what they do."""
+    algo, schedule = config.algo, find(SCHEDULES, config.algo.schedule)
+    taken = {f"algo.{name}" for part in bound.values() for name in part.keywords}
+    taken |= FCI_KEYS if "fci" in read_by(bound["rule"]) | read_by(bound["filter"]) else set()
+    taken |= {"algo.width"} if most_points(bound["rule"]) != 0 else set()
+    return taken | ({"algo.max_prompts"} if algo.adaptive_batch or getattr(schedule, "fills", True) else set())
 
 
 def target_samples(config: Config, bound: Mapping[str, partial[Any]]) -> int | None:

@@ -13,11 +13,11 @@ import numpy as np
 from attnrl.algo.parts import read_by
 from attnrl.algo.reasons import step_reasons
 from attnrl.backend import score_by
-from attnrl.config import Config, load_config
+from attnrl.config import Config, check_taken, load_config
 from attnrl.errors import ConfigError, DataError
 from attnrl.launch.evaluating import settings_of
-from attnrl.launch.models import check_model, find_engine, load_tokenizer, newest_model, open_engine
-from attnrl.launch.parts import check_parts, segmenting
+from attnrl.launch.models import check_model, find_engine, load_tokenizer, open_engine
+from attnrl.launch.parts import FCI_KEYS, check_parts, segmenting, taken_by
 from attnrl.types import Ids, Prompt, Rollout, ScoreRequest, Scores, Scoring, Trunk, Verdict, as_ids
 
 FIELDS = "the fields are prompt and response (text), prompt_ids and response_ids (token ids), or problem and response"
@@ -55,7 +55,8 @@ def score(
     elif overrides:
         raise ConfigError("give overrides or a whole config, not both")
     bound = check_parts(config)
-    engine, path = find_engine(config), check_model(newest_model(str(model)))
+    check_taken(config, taken_by(config, bound) | FCI_KEYS)
+    engine, path = find_engine(config), check_model(str(model))
     rows = [row if isinstance(row, Mapping) else {"prompt": row[0], "response": row[1]} for row in responses]
     tokenizer = load_tokenizer(path)
     segment, vocabulary = segmenting(bound, tokenizer), vocabulary_of(path, tokenizer)
@@ -86,7 +87,7 @@ def score_settings(model: str, overrides: Mapping[str, Any] | None = None) -> tu
     template, system message and chat options, and overrides on top."""
     where, own = settings_of(model)
     prompts = own.data.model_dump(include={"template", "system", "chat_options"}) if where else {}
-    return where, load_config("", {**{f"data.{key}": value for key, value in prompts.items()}, **(overrides or {})})
+    return where, load_config("", overrides, known={f"data.{key}": value for key, value in prompts.items()})
 
 
 def encode(where: str, row: Row, tokenizer: Any, config: Config, *, chat: bool, vocabulary: int) -> tuple[Ids, Ids]:

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnrl.algo.parts import find
-from attnrl.config import Config, load_config
+from attnrl.config import Config, check_taken, load_config
 from attnrl.console import console_line
 from attnrl.errors import ConfigError, MissingFileError
 from attnrl.iteration import SCHEDULES
@@ -31,12 +32,16 @@ from attnrl.launch.models import (
     open_engine,
     open_rewards,
 )
-from attnrl.launch.parts import build_parts, check_parts
+from attnrl.launch.parts import build_parts, check_parts, taken_by
 from attnrl.run import check_run, last_recorded, open_run, read_metrics
 from attnrl.trackers import Observer, check_trackers, open_trackers
 from attnrl.trainer import finished
 from attnrl.trainer import train as loop
 from attnrl.types import State
+
+if TYPE_CHECKING:
+    from attnrl.backend import Backend
+    from attnrl.reward import Rewards
 
 Say = Callable[[str], None]
 
@@ -65,6 +70,16 @@ class Trained:
         return read_metrics(self.run_dir)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """What a config names, found and fitting together; no model is loaded yet."""
+
+    bound: dict[str, partial[Any]]  # the parts of [algo]
+    engine: Callable[..., Backend]
+    rewards: Rewards
+    model: str
+
+
 def train(
     config: Config | str | Path | None = None,
     run_dir: str | Path = "",
@@ -84,31 +99,26 @@ def train(
         raise ConfigError("say where the run is written: run_dir (--run-dir DIRECTORY)")
     run_dir = Path(run_dir)
     config = resolve(config, run_dir, resume=resume, overrides=overrides)
-    bound = check_parts(config)
-    check_trackers(config.run.trackers)
-    check_loss(config)
-    check_evaluation(config)
-    engine, rewards = find_engine(config), open_rewards(config)
-    model = check_model(config.model.path)
+    ready = make_ready(config)
     values = config.model_dump(mode="json")
     state = check_run(run_dir, values, resume=resume)
     if state is not None and (done := finished_note(state, config)):
         say(f"{run_dir} {done}")
         return Trained(run_dir, state)
-    check_engine(engine, config, model, run_dir)
+    check_engine(ready.engine, config, ready.model, run_dir)
     records = train_records(config, say)
     held_out = evaluation_records(config) if config.evaluation.every else {}
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(ready.model)
     stream = prompt_stream(config, records, tokenizer, say)
     held_out_prompts = evaluation_prompts(config, held_out, tokenizer)
     with (
         closing(open_run(run_dir, values, resume=resume)) as run,
-        rewards,
-        open_engine(engine, config, model, tokenizer) as backend,
+        ready.rewards as rewards,
+        open_engine(ready.engine, config, ready.model, tokenizer) as backend,
     ):
         say_where_it_goes_on(run_dir, state, say)
         watching = [console_line(config), *trackers_of(config, run_dir, state), *observers]
-        parts = build_parts(config, bound, backend, stream, tokenizer, rewards)
+        parts = build_parts(config, ready.bound, backend, stream, tokenizer, rewards)
         state = loop(
             parts,
             find(SCHEDULES, config.algo.schedule),
@@ -151,11 +161,17 @@ def resolve(
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
-def check_loss(config: Config) -> None:
-    """Raise where [update] names a loss, an option or a key that does not fit."""
+def make_ready(config: Config) -> Ready:
+    """What a config names; raises where something is not there, does not fit, or is set and taken by nothing."""
     from attnrl.policy.objective import objective  # torch: not before it is needed
 
-    objective(config.update)
+    bound = check_parts(config)
+    check_trackers(config.run.trackers)
+    loss = objective(config.update).loss
+    check_evaluation(config)
+    engine, rewards = find_engine(config), open_rewards(config)
+    check_taken(config, {*taken_by(config, bound), *(f"update.{key}" for key in loss.keywords), *rewards.takes})
+    return Ready(bound, engine, rewards, check_model(config.model.path))
 
 
 def check_evaluation(config: Config) -> None:

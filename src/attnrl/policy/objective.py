@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +16,14 @@ from torch import Tensor
 from attnrl.algo.parts import bind
 from attnrl.config import UpdateConfig, check_options
 from attnrl.errors import ConfigError
-from attnrl.policy.losses import LOG_LIMIT, LOSSES, Loss, TokenLoss, ratio
-
-LOSS_KNOBS = ("clip_low", "clip_high", "dual_clip")  # keys of [update] that mean something only to a loss
+from attnrl.policy.losses import LOG_LIMIT, LOSSES, TokenLoss, ratio
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Objective:
     """What the update minimises; `objective` makes it from a config."""
 
-    loss: Loss  # bound: (new_N, old_N, advantages_N, counts_S) -> TokenLoss or tensor
+    loss: partial[Any]  # bound: (new_N, old_N, advantages_N, counts_S) -> TokenLoss or tensor
     kl_weight: float
     entropy_weight: float
     importance_cap: float | None
@@ -41,21 +41,13 @@ class Objective:
 
 
 def objective(options: UpdateConfig) -> Objective:
-    """The objective of an [update] section. A wrong name or option, and a key that is set but that this loss does not
-    take, raise ConfigError with the key's name.
-    """
+    """The objective of an [update] section; a wrong name or option of the loss raises ConfigError."""
     knobs = {name: getattr(options, name) for name in UpdateConfig.model_fields if not name.startswith("loss")}
     try:
         loss = bind(LOSSES, options.loss, options.loss_options, knobs)
         check_options(loss.func, options.loss_options)
     except ValueError as error:
         raise ConfigError(f"update.loss: {error}") from None
-    for name in LOSS_KNOBS:
-        value = getattr(options, name)
-        if name not in loss.keywords and value != UpdateConfig.model_fields[name].default:
-            own = ", ".join(f"update.loss_options.{key}" for key in getattr(loss.func, "__kwdefaults__", None) or {})
-            hint = f"its own options: {own}" if own else "it has no options"
-            raise ConfigError(f"update.{name} = {value} is set, but the loss {options.loss!r} takes no {name} ({hint})")
     return Objective(
         loss=loss,
         kl_weight=options.kl_weight,

@@ -138,6 +138,11 @@ class Rewards:
             for error in errors:
                 self._sums[f"reward/error_{error_kind(error)}"] += 1
 
+    @property
+    def takes(self) -> set[str]:
+        """The dotted keys of [verify] that one of them takes."""
+        return {f"verify.{key}" for entry in self.entries for key in entry.runner.takes}
+
     def metrics(self) -> dict[str, float]:
         """Since last asked: of each reward its mean `reward/NAME` over the attempts it judged, `reward/NAME.PART` of
         parts that its verdicts name, `reward/NAME_errors`, `seconds/reward_NAME` (waited for it); and errors by kind,

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
+from functools import partial
 from math import ceil
 from typing import Any, Protocol
 
@@ -27,8 +28,13 @@ GRACE = 5.0  # seconds past which an event loop that should have answered is blo
 Finish = Callable[[], list[Verdict]]
 
 
+WORKER_KEYS = frozenset({"workers", "timeout_s", "memory_mb"})
+
+
 class Runner(Protocol):
     """One reward function at work."""
+
+    takes: frozenset[str]  # the keys of [verify] that bound it
 
     def start(self, attempts: Sequence[Attempt]) -> Finish:
         """Begins to grade the batch; the result waits for its verdicts."""
@@ -40,10 +46,11 @@ class Runner(Protocol):
 
 
 class Here:
-    """A function of ours, in the calling process."""
+    """A function of ours, in the calling process; what it hands to the verifier runs in worker processes."""
 
-    def __init__(self, function: Callable[..., Any], label: str) -> None:
+    def __init__(self, function: partial[Any], label: str) -> None:
         self.function, self.label = function, label
+        self.takes = WORKER_KEYS if "verifier" in function.keywords else frozenset[str]()
 
     def start(self, attempts: Sequence[Attempt]) -> Finish:
         def finish() -> list[Verdict]:
@@ -67,6 +74,8 @@ class InWorkers:
     asked about alone is the response's doing: wrong. Where no attempt of a batch could be graded, the last one that
     could is asked about again: if that fails too, or there was none, the function is broken and they are errors.
     """
+
+    takes = WORKER_KEYS
 
     def __init__(self, pool: Pool, label: str, *, whole_batch: bool) -> None:
         self.pool, self.label, self.whole_batch = pool, label, whole_batch
@@ -132,6 +141,8 @@ class InLoop:
     At most `concurrency` calls run at a time, each for at most `timeout_s` seconds. What it waits for is a service, so
     what raises or hangs is an error and no evidence against the response.
     """
+
+    takes = frozenset({"concurrency", "async_timeout_s"})
 
     def __init__(self, function: Callable[..., Any], label: str, *, concurrency: int, timeout_s: float) -> None:
         self.function, self.label, self.concurrency, self.timeout_s = function, label, concurrency, timeout_s
