@@ -10,9 +10,9 @@ A demo that was stopped goes on when the same command is given again. One that
 is finished is kept: the next goes into DIR-2, and so on.
 
 Examples:
-  attnrl demo                              AttnRL alone
-  attnrl demo demo demo_grpo demo_treerl   three methods side by side
-  attnrl demo --run.iterations 3           a quick look
+  attnrl demo                              # AttnRL alone
+  attnrl demo demo demo_grpo demo_treerl   # three methods side by side
+  attnrl demo --run.iterations 3           # a quick look
 """
 
 from __future__ import annotations

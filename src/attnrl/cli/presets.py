@@ -6,7 +6,7 @@ train` and `attnrl config` take.
 
 Examples:
   attnrl presets
-  attnrl config demo      what is in one of them
+  attnrl config demo  # what is in one of them
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Examples:
   attnrl warmup --output runs/base --seconds 300
   attnrl warmup --output runs/base --seconds 300 --shape.layers 8 \\
     --shape.width 512 --shape.heads 8 --shape.kv-heads 4
-  attnrl eval --model runs/base --output results/base    how good it is
+  attnrl eval --model runs/base --output results/base  # how good it is
   attnrl warmup --output runs/mine --model MODEL --data rows.jsonl \\
     --prompt question --response answer --lr 1e-5 --tokens 2000000
 """
