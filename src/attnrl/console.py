@@ -35,7 +35,12 @@ def console_line(config: Config, console: Console | None = None) -> Callable[[di
             out.print(_line(metrics, done, iterations, left), highlight=False, soft_wrap=True)
             seen.append(metrics)
             if len(seen) == LOOK[0] or len(seen) % LOOK[1] == 0 or done == iterations:
-                said = complaint(seen, max_response_tokens=config.sampling.max_response_tokens, delta=config.algo.delta)
+                said = complaint(
+                    seen,
+                    max_response_tokens=config.sampling.max_response_tokens,
+                    delta=config.algo.delta,
+                    branching=config.algo.rule != "none",
+                )
                 if said:
                     out.print(said, style="bold red", highlight=False, soft_wrap=True)
         for name, value in evaluated.items():

@@ -33,6 +33,16 @@ def as_floats(values: Sequence[float] | NDArray[Any]) -> Floats:
     return np.asarray(values, dtype=np.float32)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts, as a message says them.
+
+    >>> counted(1, "iteration"), counted(2, "further copy")
+    ('1 iteration', '2 further copies')
+    """
+    many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{number} {noun if number == 1 else many}"
+
+
 def content_hash(*parts: str) -> str:
     """A 16-digit identity of texts: what a prompt is, not where it stood in a file.
 

@@ -43,6 +43,13 @@ def test_what_is_wrong_is_said_with_its_numbers() -> None:
     )
 
 
+def test_a_method_that_does_not_branch_is_not_blamed_for_it() -> None:
+    row = {"iteration": 1, "train/valid_samples": 0, "trunks/solve_none": 1, "trees/count": 0}
+    assert "no trunk branched" in complaint([row], max_response_tokens=8, delta=4)
+    said = complaint([row], max_response_tokens=8, delta=4, branching=False)
+    assert said == "nothing trained in 1 of 1 iterations: all responses wrong"
+
+
 def test_a_run_that_learns_in_half_of_its_iterations_is_left_alone() -> None:
     assert said() == said(LEARNS) == said(IDLE, LEARNS) == ""
     assert said(IDLE, LEARNS, IDLE).startswith("nothing trained in 2 of 3 iterations")

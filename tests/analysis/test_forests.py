@@ -104,7 +104,7 @@ def test_right_is_what_the_verdict_says_not_the_reward(tmp_path: Path) -> None:
     table = forest_table(5, [Forest(Prompt("q", as_ids([9]), ("7",), "?"), (Tree(wrong),))], lambda ids: "x")
     page = forest_page(table.to_pylist(), record())
     assert (page["trees"][0]["reward"], page["trees"][0]["right"]) == (0.9, False)
-    assert page["reason"] == "all_wrong: 1 responses"
+    assert page["reason"] == "all_wrong: 1 response"
     assert rebuild(table.to_pylist()).trees[0].trunk.right is False
     pq.write_table(table, tmp_path / "000005.parquet")
     assert index_file(tmp_path / "000005.parquet")[0].right == 0

@@ -200,6 +200,20 @@ class TestInTheBrowser:
         assert "first step" in browser.text('[data-step="0"]')
         assert "too near the end" in browser.run("[...document.querySelectorAll('[data-step]')].at(-1).innerText")
 
+    def test_a_method_that_does_not_branch_says_so_instead_of_counting_branches(
+        self, browser: Browser, served: Callable[..., View], tmp_path: Path, make_run: Callable[..., Path]
+    ) -> None:
+        for rule, estimator, said in (("none", "grpo", "does not branch"), ("fci", "tree", "3 of 4 trees branched")):
+            run = make_run(tmp_path / estimator, iterations=1, rule=rule, estimator=estimator)
+            view = served(run)
+            browser.open(view.url)
+            assert said in browser.text(".telling")
+            browser.open(view.url + "#trees")
+            browser.wait("document.querySelector('#count').innerText.startsWith('6 of 6')")
+            at = browser.run("[...document.querySelectorAll('th')].findIndex(h => h.dataset.column === 'branched')")
+            cells = browser.run(f"[...document.querySelectorAll('tbody tr[data-key]')].map(r => r.cells[{at}].innerText)")
+            assert cells == ["3/4" if rule == "fci" else "–"] * 6
+
     @pytest.mark.parametrize("kind", ["view", "report"])
     def test_model_text_is_always_text(
         self, kind: str, browser: Browser, served: Callable[..., View], tmp_path: Path, make_run: Callable[..., Path]
@@ -281,6 +295,9 @@ class TestTheServer:
         assert self.ask(view, "/api/changes", host="evil.example")[0] == 403
         for path in ("/config.json", "/../config.json", "/forests/000001.parquet", "/api/else"):
             assert self.ask(view, path)[0] == 404
+        assert self.ask(view, "/", method="HEAD") == (200, "")
+        assert self.ask(view, "/nothing", method="HEAD") == (404, "")
+        assert self.ask(view, "/", host="evil.example:80", method="HEAD") == (403, "")
         for method in ("POST", "PUT", "DELETE"):
             assert self.ask(view, "/", method=method)[0] == 501
         assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
@@ -343,6 +360,6 @@ def test_rollout_of_one_token_has_a_page(
     tree = Tree(Trunk(short, Verdict(0.0, "truncated"), (type(trunk.steps[0])(0, 1),), scores))
     Run(run).save_forests(1, [Forest(first.prompt, (tree,))], lambda ids: "x")
     page = served(run).watches[0].forest(1, 0)
-    assert page["reason"] == "all_cut_off: 1 responses"
+    assert page["reason"] == "all_cut_off: 1 response"
     assert page["trees"][0]["reason"] == "no_candidate: 1 step, and the trunk was cut off"
     assert page["trees"][0]["steps"] == [[0, 0, "x", 0.5, "first"]]

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 Row = Mapping[str, float]
 
 
-def complaint(rows: Sequence[Row], *, max_response_tokens: int, delta: int) -> str:
+def complaint(rows: Sequence[Row], *, max_response_tokens: int, delta: int, branching: bool = True) -> str:
     """Why nothing was trained in most iterations of a run, from the metrics of its iterations; "" where it learns.
+
+    branching: whether the run's method makes branches at all.
 
     >>> row = {"iteration": 1, "train/valid_samples": 0, "trunks/solve_none": 1, "trunks/truncated_share": 1,
     ...        "trunks/steps": 2, "trees/count": 0}
@@ -30,7 +32,7 @@ def complaint(rows: Sequence[Row], *, max_response_tokens: int, delta: int) -> s
             causes.append(f"all responses {word}" + ("" if share == 1 else f" of {share:.0%} of prompts"))
     if (cut := mean("trunks/truncated_share")) > 0.25:
         causes.append(f"{100 * cut:.0f} % cut off at {max_response_tokens} tokens")
-    if not any(row.get("trees/count") for row in idle):
+    if branching and not any(row.get("trees/count") for row in idle):
         steps = mean("trunks/steps")
         short = f"; FCI needs more than delta = {delta}" if steps <= delta + 1 else ""
         causes.append(f"no trunk branched ({steps:.1f} steps a response{short})")

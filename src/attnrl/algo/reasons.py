@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attnrl.algo.branching import candidates, top_steps
-from attnrl.types import Branch, Forest, Tree, Trunk
+from attnrl.types import Branch, Forest, Tree, Trunk, counted
 
 STEP_REASONS = {
     "point": "branch point",
@@ -104,8 +104,7 @@ def _tree_reason(tree: Tree, points: int, chosen: bool | None, branching: bool, 
     if points:
         return said("error", f"{points} points were planned")
     if not candidates(trunk.steps):
-        steps = f"{len(trunk.steps)} step{'s' * (len(trunk.steps) != 1)}"
-        return said("no_candidate", f"{steps}{cut_off}")
+        return said("no_candidate", f"{counted(len(trunk.steps), 'step')}{cut_off}")
     return said("rule", f"no place fits{cut_off}") if chosen else said("budget", grown)
 
 
@@ -119,11 +118,11 @@ def prompt_reason(forest: Forest, *, taught: bool) -> str:
     if not leaves:
         return "error"
     if all(leaf.rollout.finish == "length" for leaf in leaves):
-        return said("all_cut_off", f"{len(leaves)} responses")
+        return said("all_cut_off", counted(len(leaves), "response"))
     right = sum(leaf.right for leaf in leaves)
     if len({leaf.reward for leaf in leaves}) > 1:
         return said("no_signal", f"{right} of {len(leaves)} right")
-    return said("all_right" if right else "all_wrong", f"{len(leaves)} responses")
+    return said("all_right" if right else "all_wrong", counted(len(leaves), "response"))
 
 
 def step_reasons(

@@ -40,6 +40,7 @@ function duration(seconds) {
   if (seconds < 600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`.replace(/ 0 s$/, "");
   return minutes < 120 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`.replace(/ 0 min$/, "");
 }
+const counted = (number, one, many = `${one}s`) => `${number} ${number === 1 ? one : many}`;
 function percent(value, places = 1) {
   return `${(100 * value).toFixed(places).replace("-", "−")} %`;
 }

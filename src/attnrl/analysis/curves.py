@@ -118,5 +118,6 @@ def headline(record: RunRecord) -> dict[str, Any]:
             rows,
             max_response_tokens=record.setting("sampling.max_response_tokens", 0),
             delta=record.setting("algo.delta", 4),
+            branching=record.branches,
         ),
     }

@@ -62,6 +62,7 @@ def run_page(record: RunRecord, points: int, fci: dict[str, Any] | None) -> dict
     """One run: its headline, curves of at most `points` points, and which iterations have forests."""
     return {
         "name": record.name,
+        "branches": record.branches,
         "headline": headline(record),
         **curves(record, points),
         "fci": fci,

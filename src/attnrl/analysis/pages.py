@@ -66,8 +66,7 @@ def forest_reasons(
     if first.get("prompt_reason"):
         return Reasons(first["prompt_reason"], tuple(rows[0]["reason"] or "" for rows in by_tree)), True
     taught = any(a is not None and np.any(a) for tree in advantages for a in tree)
-    branching = record.setting("algo.rule") != "none"
-    return explain(forest, planned=None, taught=taught, branching=branching), False
+    return explain(forest, planned=None, taught=taught, branching=record.branches), False
 
 
 def tree_page(

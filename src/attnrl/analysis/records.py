@@ -31,6 +31,11 @@ class RunRecord:
         return value
 
     @property
+    def branches(self) -> bool:
+        """Whether the run's method makes branches at all: GRPO does not."""
+        return bool(self.setting("algo.rule") != "none")
+
+    @property
     def preset(self) -> str | None:
         """The preset named on the command line of `attnrl train`; None where the run was started otherwise."""
         command = [str(word) for word in self.environment.get("command", [])]

@@ -186,7 +186,7 @@ function tellingView() {
   const missing = none.length ? `No forests on record${runs.length > 1 ? ` for ${none.join(", ")}` : ""}: run.save_rollouts_every was 0, or no iteration that saves them has finished.` : "";
   if (!rows.length) return section("Trees to look at", "", el("p", { class: "card empty" }, missing || (online() ? "The forests are being read." : "The forest files on record hold no forest: every prompt was filtered.")));
   return section("Trees to look at", `The most telling forests of the newest iteration: outcomes that differ within a tree come first. ${missing}`, el("ul", { class: "telling" }, rows.map((row) =>
-    el("li", { class: "card" }, el("a", { href: forestLink(row) }, excerpt(row, 120)), el("span", { class: "soft num" }, `${runs.length > 1 ? `${runs[row.run].name}, ` : ""}iteration ${row.iteration} · V(root) ${row.value.toFixed(2)} · ${row.branched} of ${row.trees} trees branched`)))),
+    el("li", { class: "card" }, el("a", { href: forestLink(row) }, excerpt(row, 120)), el("span", { class: "soft num" }, `${runs.length > 1 ? `${runs[row.run].name}, ` : ""}iteration ${row.iteration} · V(root) ${row.value.toFixed(2)} · ${runs[row.run].branches ? `${row.branched} of ${row.trees} trees branched` : `${row.trees} responses; this method does not branch`}`)))),
     el("p", {}, el("a", { href: "#trees" }, "All forests in a table →")));
 }
 

@@ -79,7 +79,7 @@ const RANGES = { value: "V(root)", tokens: "tokens", fci: "mean FCI" };
 const TABLE_COLUMNS = [
   ["run", "Run", "the run directory"], ["iteration", "Iteration", "in which the forest was grown"], ["problem", "Prompt", "its words, without the beginning it shares with others"],
   ["kind", "Why", "why the prompt taught, or did not"], ["value", "V(root)", "mean reward of all leaves"], ["right", "Right", "right responses of all"],
-  ["branched", "Branched", "trees with branches, of all trees"], ["tokens", "Tokens", "mean of a rollout"], ["cut", "Cut off", "responses stopped by the length limit"],
+  ["branched", "Branched", "trees with branches, of all trees; – where the method does not branch"], ["tokens", "Tokens", "mean of a rollout"], ["cut", "Cut off", "responses stopped by the length limit"],
   ["fci", "FCI", "mean over the steps of the trunks, without the first"], ["interest", "Telling", "how much there is to see: outcomes that differ within a tree count most"],
 ];
 let order = []; // the rows of the table as filtered and sorted; the inspector walks along it
@@ -141,7 +141,7 @@ function tablePage(q) {
     if (name === "run") return el("td", {}, el("span", { class: "runkey", css: { "--colour": colour(row.run) } }, el("i", { class: "swatch" }), DATA.runs[row.run].name));
     if (name === "problem") return el("td", { class: "words" }, el("a", { href: forestLink(row), tabindex: -1 }, excerpt(row)));
     if (name === "kind") return el("td", {}, el("span", { class: "why", title: reasonWords("prompt", row.reason), css: { "--colour": REASON_COLOURS[row.kind] || "var(--half)" } }, reasonName(row.kind)));
-    const text = { iteration: row.iteration, value: row.value.toFixed(3), right: `${row.right}/${row.leaves}`, branched: `${row.branched}/${row.trees}`, tokens: compact(row.tokens), cut: row.cut || "", fci: row.fci === null ? "–" : digits(row.fci, 3), interest: row.interest.toFixed(2) }[name];
+    const text = { iteration: row.iteration, value: row.value.toFixed(3), right: `${row.right}/${row.leaves}`, branched: DATA.runs[row.run].branches ? `${row.branched}/${row.trees}` : "–", tokens: compact(row.tokens), cut: row.cut || "", fci: row.fci === null ? "–" : digits(row.fci, 3), interest: row.interest.toFixed(2) }[name];
     return el("td", { class: "n" }, String(text));
   };
   let at = -1;
@@ -160,7 +160,7 @@ function tablePage(q) {
     const all = INDEX.all().length, recorded = DATA.runs.reduce((n, run) => n + run.recorded.length, 0), ready = INDEX.by.reduce((n, map) => n + map.size, 0);
     const broken = [...INDEX.errors.values()];
     count.replaceChildren(`${order.length.toLocaleString("en")} of ${all.toLocaleString("en")} forests${table.searching ? ", searching…" : ""}`,
-      SOURCE !== online() ? ` in this file (${recorded} iterations are on record; attnrl view shows them all)` : ready < recorded - broken.length ? `, ${ready} of ${recorded} iterations read` : ` of ${ready} iterations`,
+      SOURCE !== online() ? ` in this file (${counted(recorded, "iteration")} on record; attnrl view shows all)` : ready < recorded - broken.length ? `, ${ready} of ${recorded} iterations read` : ` of ${counted(ready, "iteration")}`,
       broken.length ? el("span", { class: "wrong" }, ` · ${broken[0]}${broken.length > 1 ? ` and ${broken.length - 1} more` : ""}`) : "");
     headers.forEach((th) => th.setAttribute("aria-sort", (q.sort || "iteration") === th.dataset.column ? (q.dir === "up" ? "ascending" : "descending") : "none"));
     draw();

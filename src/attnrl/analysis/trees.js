@@ -215,7 +215,7 @@ function forestView(forest, at, first, firstBranch) {
     const bars = [stepBars(current, "FCI by step", "black: what a step at that place gets on average; violet: branched", "FCI", (s) => s.fci, (s) => placeMean(at.run, current, s)),
       stepBars(current, "Entropy by step", "mean over the step's tokens; violet: branched", "nats", (s) => s.entropy, null)];
     tree.replaceChildren(tabs, el("div", { class: "grid wide" }, bars.filter(Boolean)),
-      el("p", { class: "soft treewhy" }, current.branches.length ? `This trunk was branched ${current.branches.length} times.` : `This trunk was not branched: ${reasonWords("tree", current.reason)}.`, forest.recorded ? "" : " (derived, not on record)"),
+      el("p", { class: "soft treewhy" }, current.branches.length ? `This trunk has ${counted(current.branches.length, "branch", "branches")}.` : `This trunk was not branched: ${reasonWords("tree", current.reason)}.`, forest.recorded ? "" : " (derived, not on record)"),
       current.branches.length ? el("button", { type: "button", class: "plain", on: { click: allBranches } }, "Open or close all branches (b)") : "", treeView(current, at.run, link));
     if (focus) tabs.children[chosen].focus({ preventScroll: true });
   };

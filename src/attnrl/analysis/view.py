@@ -108,7 +108,7 @@ def _number(query: Query, name: str) -> int:
 
 
 def handler(watches: Sequence[Watch]) -> type[BaseHTTPRequestHandler]:
-    """The request handler of a view: GET alone, and only where the request names this machine as its host."""
+    """The request handler of a view: GET and HEAD alone, and only where the request names this machine as its host."""
     routes = answers(watches)
 
     class Handler(BaseHTTPRequestHandler):
@@ -129,6 +129,8 @@ def handler(watches: Sequence[Watch]) -> type[BaseHTTPRequestHandler]:
             else:
                 self.answer(404, "text/plain", "nothing here\n")
 
+        do_HEAD = do_GET  # the same answer without its body
+
         def give(self, make: Callable[[], tuple[str, str]]) -> None:
             try:
                 self.answer(200, *make())
@@ -144,7 +146,7 @@ def handler(watches: Sequence[Watch]) -> type[BaseHTTPRequestHandler]:
                 self.send_header("Cache-Control", "no-store")
                 self.send_header("X-Content-Type-Options", "nosniff")
                 self.end_headers()
-                self.wfile.write(body)
+                self.wfile.write(body if self.command != "HEAD" else b"")
             except ConnectionError:
                 self.close_connection = True  # the page was closed meanwhile
 
