@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -137,6 +139,9 @@ def test_the_commands(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert "mean over seeds: tree 2, grpo 2" in said
     assert "baseline |" in said
+    nowhere = str(tmp_path / "no" / "t.tex")
+    assert command(["compare", *words, "--output", nowhere]) == 2
+    assert f"--output {nowhere}: the folder" in capsys.readouterr().err
     pytest.importorskip("matplotlib")
     assert command(["figures", *words, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
@@ -147,3 +152,45 @@ def test_the_commands(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFi
     assert "grpo, all prompts: mean FCI" in said
     text = (tmp_path / "fig8_dynamics.svg").read_text()
     assert text.count("<path") > 50
+
+
+def test_a_figure_without_data_says_why(
+    make_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = make_run(tmp_path / "run", iterations=4)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    bare = [{"iteration": row["iteration"], "policy/entropy": 0.5} for row in rows]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bare))
+    files = sorted((path / "forests").glob("*.parquet"))
+    unscored = pq.read_table(files[0])
+    nothing = [None if v is None else [float("nan")] * len(v) for v in unscored["fci"].to_pylist()]
+    at = unscored.schema.get_field_index("fci")
+    unscored = unscored.set_column(at, unscored.schema.field(at), pa.array(nothing, unscored.schema.field(at).type))
+    taught = pq.read_table(files[1])
+    mixed = [row["uid"] for row in taught.to_pylist() if row["reward"] == 0.0]
+    taught = taught.filter(pc.is_in(taught["uid"], pa.array(sorted(set(mixed)))))
+    for file in files:
+        file.unlink()
+    for table, why in (
+        (taught, "it needs prompts with signal and without: every prompt had signal"),
+        (unscored, "no response was scored: no part of these runs reads FCI"),
+        (None, "no forests on record (run.save_rollouts_every was 0)"),
+    ):
+        files[0].unlink(missing_ok=True)
+        if table is not None:
+            pq.write_table(table, files[0])
+        assert command(["figures", str(path), "--out", str(tmp_path / "figures")]) == 0
+        said = capsys.readouterr().out
+        assert f"fig4_problems: not drawn: {why}\n" in said
+        assert f"run, FCI of problems: {why}\n" in said
+        assert "fig5_pipeline: not drawn: no run logged seconds/generate\n" in said
+        assert "fig6_branching: not drawn: no run logged any of branches/solve_all, branches/solve_none" in said
+        assert "fig8_dynamics: fig8_dynamics.svg" in said
+        assert "fig9_tests: not drawn: no run was evaluated (evaluation.every was 0)\n" in said
+
+
+def test_one_iteration_is_one() -> None:
+    text = tables(compare_runs([record("a", [0.2, 0.4]), record("b", [0.2, 0.6], rule="none")]))
+    assert "at 1 iteration;" in text
+    assert "1 iterations" not in text

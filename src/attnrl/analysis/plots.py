@@ -78,28 +78,45 @@ def pyplot() -> Any:
     return plt
 
 
-def write_figures(methods: Sequence[Method], out: Path) -> list[tuple[str, list[Path]]]:
-    """The figures these runs have the data for, each with its files; a figure without any data has none."""
+def write_figures(methods: Sequence[Method], out: Path) -> list[tuple[str, list[Path], str]]:
+    """The figures these runs have the data for, each with its files; one without any has none, and why."""
     plt = pyplot()
     out.mkdir(parents=True, exist_ok=True)
-    drawn: list[tuple[str, list[Path]]] = []
+    drawn: list[tuple[str, list[Path], str]] = []
 
-    def save(name: str, figure: Any) -> None:
+    def save(name: str, figure: Any, why: str) -> None:
         files = []
         if figure is not None:
             for form in FORMATS:
                 files.append(out / f"{name}.{form}")
                 figure.savefig(files[-1], bbox_inches="tight", dpi=150, metadata=_undated(form))
             plt.close(figure)
-        drawn.append((name, files))
+        drawn.append((name, files, "" if files else why))
 
-    save("fig4_problems", problem_figure(plt, methods))
-    save("fig5_pipeline", pipeline_figure(plt, methods))
+    figure = problem_figure(plt, methods)
+    save("fig4_problems", figure, no_problems(methods) if figure is None else "")
+    save("fig5_pipeline", pipeline_figure(plt, methods), "no run logged seconds/generate")
     for name, panels in FIGURES.items():
-        save(name, panel_figure(plt, methods, panels))
+        keys = ", ".join("held-out accuracy" if panel.key == "eval" else panel.key for panel in panels)
+        save(name, panel_figure(plt, methods, panels), f"no run logged any of {keys}")
     tests = [Panel(name, f"eval/{name}/pass@1", "accuracy (%)", 100, smooth=False) for name in _benchmarks(methods)]
-    save("fig9_tests", panel_figure(plt, methods, tests))
+    save("fig9_tests", panel_figure(plt, methods, tests), "no run was evaluated (evaluation.every was 0)")
     return drawn
+
+
+def no_problems(methods: Sequence[Method]) -> str:
+    """Why Fig. 4 cannot be drawn from these runs; empty where it can."""
+    runs = [run for method in methods for run in method.runs]
+    if not any(run.forest_files for run in runs):
+        return "no forests on record (run.save_rollouts_every was 0)"
+    cases = [case for run in runs for case in problems(run.forest_files)]
+    if not cases:
+        return "no response was scored: no part of these runs reads FCI"
+    signals = {case.signal for case in cases if not case.dropped}
+    if signals == {True, False}:
+        return ""
+    said = {True: "every prompt had signal", False: "no prompt had signal"}
+    return f"it needs prompts with signal and without: {said[signals.pop()] if signals else 'the filter dropped all'}"
 
 
 def _undated(form: str) -> dict[str, None]:
@@ -204,20 +221,20 @@ def problem_figure(plt: Any, methods: Sequence[Method]) -> Any:
 
 def pipeline_figure(plt: Any, methods: Sequence[Method]) -> Any:
     """Seconds an iteration spends in each phase, as one bar a method: what Fig. 5 draws by hand."""
+    timed = [m for m in methods if any(np.isfinite(column(run, "seconds/generate")).any() for run in m.runs)]
+    if not timed:
+        return None
     spent = [
         [float(np.mean([np.nanmean([*column(run, f"seconds/{phase}"), np.nan]) for run in m.runs])) for phase in PHASES]
-        for m in methods
-        if any(np.isfinite(column(run, "seconds/generate")).any() for run in m.runs)
+        for m in timed
     ]
-    if not spent:
-        return None
     figure, place = plt.subplots(figsize=(6, 0.8 + 0.5 * len(spent)), layout="constrained")
-    names = [m.name for m in methods]
+    names = [m.name for m in timed]
     left = np.zeros(len(spent))
     for number, phase in enumerate(PHASES):
         widths = np.nan_to_num([row[number] for row in spent])
         hatch = (None, "//", "..", "xx")[number]
-        place.barh(names[: len(spent)], widths, left=left, label=phase, color=COLOURS[number], hatch=hatch, alpha=0.85)
+        place.barh(names, widths, left=left, label=phase, color=COLOURS[number], hatch=hatch, alpha=0.85)
         left += widths
     place.invert_yaxis()
     place.set(xlabel="seconds an iteration, mean", title="Where an iteration's time goes")

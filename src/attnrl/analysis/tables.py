@@ -14,7 +14,8 @@ UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 def tables(found: Comparison, form: Format = "markdown") -> str:
     """Accuracy by benchmark (Tables 1 and 2), cost (Table 3), and curve numbers with paired differences."""
-    at = f"at {short(found.budget)} {found.axis}"
+    noun = found.axis.removesuffix("s")
+    at = f"at {short(found.budget)} {noun if found.budget == 1 else found.axis}"
     seeds = ", ".join(f"{m.name} {len(m.runs)}" for m in found.methods)
     parts = [
         (

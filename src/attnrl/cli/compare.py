@@ -22,6 +22,7 @@ from attnrl.analysis.records import read_run
 from attnrl.analysis.report import named_runs
 from attnrl.analysis.tables import tables
 from attnrl.cli.flags import read_flags
+from attnrl.cli.lines import check_folder
 from attnrl.config import Section
 
 
@@ -44,6 +45,7 @@ class CompareFlags(Section):
 
 def main(argv: list[str]) -> int:
     options, _ = read_flags(CompareFlags, argv, str(__doc__), words="run_dirs")
+    check_folder("output", options.output)
     records = [read_run(path, name) for path, name in named_runs(options.run_dirs)]
     found = compare_runs(records, axis=options.at, target=options.target, baseline=options.baseline)
     text = tables(found, options.format)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from attnrl.analysis.comparison import group_methods
-from attnrl.analysis.plots import pyplot, write_figures
+from attnrl.analysis.plots import no_problems, pyplot, write_figures
 from attnrl.analysis.problems import problems, separation
 from attnrl.analysis.records import read_run
 from attnrl.analysis.report import named_runs
@@ -39,9 +39,12 @@ def main(argv: list[str]) -> int:
     named = named_runs(options.run_dirs)
     pyplot()  # a missing extra is said before anything is read
     methods = group_methods([read_run(path, name) for path, name in named])
-    for name, files in write_figures(methods, options.out):
-        print(f"{name}: {', '.join(f.name for f in files) or 'these runs have no data for it'}")
+    for name, files, why in write_figures(methods, options.out):
+        print(f"{name}: {', '.join(f.name for f in files) or f'not drawn: {why}'}")
     for method in methods:
+        if why := no_problems([method]):
+            print(f"{method.name}, FCI of problems: {why}")
+            continue
         cases = [case for run in method.runs for case in problems(run.forest_files)]
         for scope in ("all", "easy"):
             if found := separation(cases, scope):

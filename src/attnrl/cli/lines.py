@@ -1,4 +1,4 @@
-"""JSON lines that a command reads: one object a line, plain or gzipped."""
+"""Files of commands: JSON lines that are read, one object a line, plain or gzipped; and where files are written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from attnrl.errors import DataError, MissingFileError
+
+
+def check_folder(flag: str, file: Path | None) -> None:
+    """Refuse a file that is to be written into a folder that is not there: mistyped more often than wanted."""
+    if file is not None and not file.parent.is_dir():
+        raise MissingFileError(f"--{flag} {file}: the folder {file.parent} does not exist; make it, or name another")
 
 
 def read_lines(path: Path, fields: str) -> list[tuple[str, int, dict[str, Any]]]:
