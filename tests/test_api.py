@@ -14,7 +14,7 @@ import pytest
 
 import attnrl
 from attnrl.config import Config
-from attnrl.errors import ConfigError, Interrupted, MissingFileError
+from attnrl.errors import ConfigError, DataError, Interrupted, MissingFileError
 
 SMALL = {
     "data.train_tasks": 60,
@@ -94,7 +94,7 @@ def test_a_finished_run_is_left_alone_and_says_so(run_dir):
     said: list[str] = []
     done = attnrl.train(run_dir=run_dir, resume=True, say=said.append)
     assert done.state.iteration == 1
-    assert "is finished: 1 iterations" in said[0]
+    assert "is finished: 1 iteration, " in said[0]
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
@@ -151,8 +151,26 @@ def test_a_run_is_evaluated_by_its_own_settings_and_kept(run_dir, tmp_path):
     again = attnrl.evaluate(str(run_dir), output=tmp_path / "results", progress=False)
     assert again.metrics() == metrics
     assert len((tmp_path / "results" / "responses.jsonl").read_text().splitlines()) == 12
+    held = {p: p.stat().st_mtime_ns for p in run_dir.rglob("*")}
+    with pytest.raises(ConfigError, match=r"is a run directory; name another, for example .*results"):
+        attnrl.evaluate(run_dir, output=run_dir, progress=False)
+    assert {p: p.stat().st_mtime_ns for p in run_dir.rglob("*")} == held
     with pytest.raises(ConfigError, match="not both"):
         attnrl.evaluate("demo", config=attnrl.load_config("demo"), overrides={"evaluation.tasks": 2})
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (("a",), r"response 2: give a pair \(prompt, response\) or a row, not 1 values; the fields are prompt and"),
+        (("a", "b", "c"), "not 3 values"),
+        ("ab", "not str"),
+        (3, "not int"),
+    ],
+)
+def test_a_response_that_is_no_pair_is_named_with_what_one_is(row, said):
+    with pytest.raises(DataError, match=said):
+        attnrl.score("demo", [("a", "b"), row])
 
 
 def test_scores_of_a_response_and_its_steps(run_dir):

@@ -21,6 +21,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -178,7 +179,14 @@ def check_run(path: Path, config: dict[str, Any], *, resume: bool) -> State | No
             )
     elif path.is_dir() and (strange := sorted({p.name for p in path.iterdir()} - {*OURS})):
         raise ConfigError(f"--run-dir {path} holds no run but other things ({strange[0]}, ...); choose another")
+    _check_place(path)
     return load_state(run.checkpoints[-1]) if run.checkpoints else None
+
+
+def check_no_run(path: Path) -> None:
+    """Refuse to write something else into a run directory."""
+    if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").exists():
+        raise ConfigError(f"--output {path} is a run directory; name another, for example {path / 'results'}")
 
 
 def open_run(path: Path, config: dict[str, Any], *, resume: bool) -> Run:
@@ -192,11 +200,29 @@ def open_run(path: Path, config: dict[str, Any], *, resume: bool) -> Run:
         (path / "config.tmp").write_text(json.dumps(config, indent=2) + "\n")
         (path / "config.tmp").replace(path / "config.json")
         (path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
-    except BlockingIOError:
-        raise ConfigError(f"--run-dir {path} is in use by another process; wait for it, or choose another") from None
     except OSError as error:
-        raise ConfigError(f"--run-dir {path} cannot be written: {error.strerror}; choose another") from None
+        raise _refused(path, error) from None
     return Run(path, lock)
+
+
+def _check_place(path: Path) -> None:
+    """Refuse a directory that another process holds, or that cannot be written, before anything is read for it."""
+    held = path / "lock"
+    above = next(p for p in (path, *path.absolute().parents) if p.exists())
+    try:
+        if held.exists():
+            with held.open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with tempfile.TemporaryFile(dir=above):  # without a name: nothing is left of it
+            pass
+    except OSError as error:
+        raise _refused(path, error) from None
+
+
+def _refused(path: Path, error: OSError) -> ConfigError:
+    if isinstance(error, BlockingIOError):
+        return ConfigError(f"--run-dir {path} is in use by another process; wait for it, or choose another")
+    return ConfigError(f"--run-dir {path} cannot be written: {error.strerror}; choose another")
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -78,6 +79,10 @@ def test_the_list_of_commands_fits_80_columns() -> None:
         (["train", "demo", "--run-dir", "x", "--sampling.top_p", "0.9"], "sampling.top_p"),
         (["score", "--model", "demo"], "--input is needed"),
         (["train", "demo"], "--run-dir"),
+        (["report", "run", "--output", "no/r.html"], "--output no/r.html: the folder no does not exist"),
+        (["verify", "a.jsonl", "--output", "no/v.jsonl"], "--output no/v.jsonl: the folder no does not exist"),
+        (["data", "a.jsonl", "--clean", "no/c.jsonl"], "--clean no/c.jsonl: the folder no does not exist"),
+        (["tasks", "--output", "no/t.jsonl"], "--output no/t.jsonl: the folder no does not exist"),
         (["train", "demo", "--run-dir", "x", "--data.train", "[]"], "data.train"),
         (["train", "demo", "--run-dir", "x", "--data.train", '["no/such/file.jsonl"]'], "no/such/file.jsonl"),
     ],
@@ -89,7 +94,26 @@ def test_mistakes_end_in_one_message_and_exit_code_2(args: list[str], message: s
     assert answer.returncode == 2
     assert message in answer.stderr
     assert "Traceback" not in answer.stderr
+    assert answer.stdout == "", "nothing is said of the work before the mistake is found"
     assert list(tmp_path.iterdir()) == [], "nothing is written before the mistake is found"
+
+
+def test_choices_of_a_flag_and_of_a_key_are_listed() -> None:
+    assert "One of: iterations, updates, tokens, seconds." in attnrl("compare", "--help").stdout
+    assert "One of: markdown, latex." in attnrl("compare", "--help").stdout
+    assert "One of: mean, sum." in attnrl("config", "--help").stdout
+
+
+def test_a_run_in_use_is_refused_before_its_data_is_read(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with (run_dir / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        answer = attnrl("train", "demo", "--run-dir", str(run_dir))
+        assert answer.returncode == 2
+        assert f"--run-dir {run_dir} is in use by another process" in answer.stderr
+        assert answer.stdout == ""
+    assert [p.name for p in run_dir.iterdir()] == ["lock"]
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,13 @@ def test_report_and_clean_file(files, capsys):
     shown = capsys.readouterr().out
     for line in (
         "7 rows, layout problem/answer",
-        "empty answer: 1 rows left out: 5",
+        "empty answer: 1 row left out: 5",
         "duplicates: 2 further copies in 2 groups: 1=2, 3=4",
         "conflicting answers: 2 of these groups as written, 2 beyond spelling: 1=2, 3=4",
-        "answer shown in the problem: 1 rows: 6",
-        "benchmark problems, repeat (the same problem): 1 rows: 7 (held_out.jsonl:1)",
-        "1 of 6 rows kept; left out: 1 benchmark problems, 1 leaked answers, 2 in conflicting groups, 1 further copies",
+        "answer shown in the problem: 1 row: 6",
+        "benchmark problems, repeat (the same problem): 1 row: 7 (held_out.jsonl:1)",
+        "1 of 6 rows kept; left out: 1 benchmark problem, 1 leaked answer, 2 in 1 group with conflicting answers, "
+        "1 further copy (1 group conflicting as written but not in value)",
     ):
         assert line in shown
     report = json.loads((folder / "r.json").read_text())

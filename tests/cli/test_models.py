@@ -68,4 +68,4 @@ def test_the_demo_model_by_name_scores(tmp_path: Path, capsys) -> None:
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.parquet")]
     assert cli.run(["score", "--model", "demo", *files, "--device", "cpu"]) == 0
     steps = task.solution.count("\n\n") + 1
-    assert f"1 responses, {steps} steps" in capsys.readouterr().out
+    assert f"1 response, {steps} steps" in capsys.readouterr().out

@@ -25,8 +25,8 @@ def test_several_runs_are_compared_here(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     assert run(["report", *dirs]) == 0
     assert "<title>a · b · attnrl report</title>" in (tmp_path / "report.html").read_text()
-    assert run(["report", *dirs, "--output", "x/compare.html"]) == 0
-    assert (tmp_path / "x" / "compare.html").read_bytes() == (tmp_path / "report.html").read_bytes()
+    assert run(["report", *dirs, "--output", "compare.html"]) == 0
+    assert (tmp_path / "compare.html").read_bytes() == (tmp_path / "report.html").read_bytes()
 
 
 @pytest.mark.parametrize("words", [[], ["nowhere"]])

@@ -136,7 +136,8 @@ def test_bad_flags_are_named_before_anything_loads(tmp_path: Path, capsys: pytes
     source = write(tmp_path / "in.jsonl", [{"prompt": "a", "response": "b"}])
     nowhere = tmp_path / "no" / "o.parquet"
     for flags, said in (
-        (["--output", str(nowhere)], "no directory"),
+        (["--output", str(nowhere)], f"--output {nowhere}: the folder {nowhere.parent} does not exist"),
+        (["--output", str(tmp_path / "o.parquet"), "--html", str(nowhere)], f"--html {nowhere}: the folder"),
         (
             ["--output", str(tmp_path / "o.parquet"), "--delta", "0"],
             "algo.delta: input should be greater than or equal to 1",

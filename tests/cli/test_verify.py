@@ -28,7 +28,7 @@ def _write(path: Path, rows: list[object]) -> Path:
 @pytest.mark.parametrize("name", ["responses.jsonl", "responses.jsonl.gz"])
 def test_verdicts_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     source = _write(tmp_path / name, list(ROWS))
-    output = tmp_path / "out" / "verdicts.jsonl"
+    output = tmp_path / "verdicts.jsonl"
     assert run(["verify", str(source), "--output", str(output)]) == 0
     verdicts = [json.loads(line) for line in output.read_text().splitlines()]
     assert verdicts == [
@@ -67,6 +67,16 @@ def test_numbers_are_golds_like_text(tmp_path: Path) -> None:
     assert [json.loads(line)["reward"] for line in written] == [1.0, 1.0, 1.0, 0.0]
 
 
+def test_a_reference_may_have_the_names_that_eval_knows_and_comes_out_as_gold(tmp_path: Path) -> None:
+    rows = [{"response": r"\boxed{4}", "answer": 5}, {"response": r"\boxed{4}", "answers": ["4"], "answer": "5"}]
+    rows += [{"response": r"\boxed{4}", "ground_truth": "4"}, {"response": r"\boxed{4}", "answer": "4", "gold": "3"}]
+    assert run(["verify", str(_write(tmp_path / "a.jsonl", list(rows)))]) == 0
+    verdicts = [json.loads(line) for line in (tmp_path / "a.jsonl.verdicts.jsonl").read_text().splitlines()]
+    assert [(v["gold"], v["answer"], v["reward"]) for v in verdicts] == [
+        (5, "4", 0.0), (["4"], "4", 1.0), ("4", "4", 1.0), ("3", "4", 0.0),
+    ]  # fmt: skip
+
+
 def test_the_output_stands_beside_the_input_by_default(tmp_path: Path) -> None:
     source = _write(tmp_path / "a.jsonl", ROWS[:1])
     assert run(["verify", str(source)]) == 0
@@ -76,7 +86,8 @@ def test_the_output_stands_beside_the_input_by_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"response": "x"}', "bad.jsonl:2: field 'gold' is missing"),
+        ('{"response": "x"}', "bad.jsonl:2: field 'gold' is missing; looked for gold, answers, answer, ground_truth"),
+        ('{"response": "x", "answer": {}}', "bad.jsonl:2: field 'answer' must be text, a number, or a list of them"),
         ('{"gold": "x"}', "bad.jsonl:2: field 'response' is missing"),
         ('{"response": 3, "gold": "x"}', "bad.jsonl:2: field 'response' must be text, not int"),
         ('{"response": "x", "gold": [{}]}', "bad.jsonl:2: field 'gold' must be text, a number, or a list of them"),

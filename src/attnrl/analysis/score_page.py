@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from attnrl.analysis.curves import clean
 from attnrl.analysis.page import render, shell
 from attnrl.analysis.pages import VISIBLE
+from attnrl.types import counted
 
 SCRIPTS = ("charts.js", "table.js", "trees.js", "score.js")
 CELLS = 160  # of the attention map, each way: a longer response is shown by runs of steps
@@ -42,7 +43,7 @@ def build_score_page(model: str, responses: Sequence[Response], delta: int) -> s
     """The page of these responses, model text as text."""
     pages = [response_page(response) for response in responses]
     payload = shell([], forests=[], pages=[], responses=pages, model=model, delta=delta)
-    return render("score", f"{model}: {len(pages)} responses", payload, SCRIPTS)
+    return render("score", f"{model}: {counted(len(pages), 'response')}", payload, SCRIPTS)
 
 
 def response_page(response: Response) -> dict[str, Any]:

@@ -23,10 +23,12 @@ from pydantic import Field
 from rich.console import Console
 
 from attnrl.cli.flags import read_flags
+from attnrl.cli.lines import check_folder
 from attnrl.config import Names, Section
 from attnrl.data.audit import Duplicate, Overlap, clean, contamination, decontaminate, duplicates, leaks
 from attnrl.data.benchmarks import BENCHMARKS, load_benchmark
 from attnrl.data.records import Record, Records, load_records
+from attnrl.types import counted
 
 
 class DataFlags(Section):
@@ -49,6 +51,8 @@ class DataFlags(Section):
 def main(argv: list[str]) -> int | None:
     """Print the report; with --clean write the rows worth keeping."""
     options, _ = read_flags(DataFlags, argv, str(__doc__), words="files")
+    check_folder("clean", options.clean)
+    check_folder("json-file", options.json_file)
     evals = [record for name in _names(options.against) for record in _benchmark(name, options.split)]
     reports: list[dict[str, Any]] = []
     kept: list[Record] = []
@@ -123,12 +127,12 @@ def _show(report: dict[str, Any], limit: int) -> None:
     def groups(key: str) -> str:
         return some(["=".join(map(str, group["rows"])) for group in report[key]])
 
-    print(f"{report['source']}\n  {report['rows']} rows, layout {report['layout']}")
+    print(f"{report['source']}\n  {counted(report['rows'], 'row')}, layout {report['layout']}")
     for reason, rows in report["skipped"].items():
-        print(f"  {reason}: {len(rows)} rows left out: {some(rows)}")
+        print(f"  {reason}: {counted(len(rows), 'row')} left out: {some(rows)}")
     if report["duplicates"]:
-        copies, count = report["duplicate_copies"], len(report["duplicates"])
-        print(f"  duplicates: {copies} further copies in {count} groups: {groups('duplicates')}")
+        copies = counted(report["duplicate_copies"], "further copy")
+        print(f"  duplicates: {copies} in {counted(len(report['duplicates']), 'group')}: {groups('duplicates')}")
     if report["conflicting"]:
         print(
             f"  conflicting answers: {len(report['conflicting'])} of these groups as written, "
@@ -136,12 +140,12 @@ def _show(report: dict[str, Any], limit: int) -> None:
         )
     if report["leaked_answers"]:
         rows = report["leaked_answers"]
-        print(f"  answer shown in the problem: {len(rows)} rows: {some(rows)}")
+        print(f"  answer shown in the problem: {counted(len(rows), 'row')}: {some(rows)}")
     for kind, meaning in (("repeat", "the same problem"), ("near", "same wording, other number or question")):
         found = [hit for hit in report.get("contamination", []) if hit["kind"] == kind]
         if found:
             pairs = some([f"{hit['row']} ({hit['benchmark']})" for hit in found])
-            print(f"  benchmark problems, {kind} ({meaning}): {len(found)} rows: {pairs}")
+            print(f"  benchmark problems, {kind} ({meaning}): {counted(len(found), 'row')}: {pairs}")
     if report.get("contamination") == []:
         print("  benchmark problems: none")
 
@@ -159,7 +163,9 @@ def _write_clean(path: Path, records: list[Record], evals: list[Record]) -> None
             row = {**record.info, "problem": record.problem, "answer": list(record.answers), "from": record.where}
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
     print(
-        f"{path}: {len(cleaned.records)} of {len(records)} rows kept; left out: {len(without.overlaps)} benchmark "
-        f"problems, {cleaned.leaked} leaked answers, {cleaned.conflicting} in conflicting groups, "
-        f"{cleaned.repeated} further copies"
+        f"{path}: {len(cleaned.records)} of {counted(len(records), 'row')} kept; left out: "
+        f"{counted(len(without.overlaps), 'benchmark problem')}, {counted(cleaned.leaked, 'leaked answer')}, "
+        f"{cleaned.conflicting} in {counted(cleaned.conflicts, 'group')} with conflicting answers, "
+        f"{counted(cleaned.repeated, 'further copy')}"
+        + (f" ({counted(cleaned.spelled, 'group')} conflicting as written but not in value)" if cleaned.spelled else "")
     )

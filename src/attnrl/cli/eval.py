@@ -36,6 +36,7 @@ from rich.table import Table
 from attnrl.cli.flags import read_flags, show
 from attnrl.config import Section, check_taken, load_config
 from attnrl.errors import ConfigError, MissingFileError
+from attnrl.run import check_no_run
 
 if TYPE_CHECKING:
     from attnrl.evaluation import Report
@@ -82,6 +83,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"give exactly one of --model, --responses and --compare, not {' and '.join(chosen) or 'none'}"
         )
+    if flags.output is not None:
+        check_no_run(flags.output)
     run = {"model": evaluate_model, "responses": evaluate_stored, "compare": compare_two}[chosen[0]]
     return run(flags, overrides)
 

@@ -201,9 +201,10 @@ def describe_flags(kind: type[BaseModel], short: Mapping[str, str] | None, words
     for key, line in keys(kind).items():
         if key != words:
             name = key.removeprefix(f"{flat}.") if flat else key
-            entries.append((f"--{name.replace('_', '-')}{_default(kind, key)}", line))
+            entries.append((f"--{name.replace('_', '-')}{_default(kind, key)}", line + _choices(kind, key)))
     for name, key in (short or {}).items():
-        entries.append((f"--{name.replace('_', '-')}{_default(Config, key)}", f"{keys()[key]} ({key})"))
+        line = f"{keys()[key]} ({key}){_choices(Config, key)}"
+        entries.append((f"--{name.replace('_', '-')}{_default(Config, key)}", line))
     if short is not None:
         entries.append(("--section.key VALUE", "any other key of the config: `attnrl config --help` lists them"))
     return "Flags:\n\n" + in_columns(entries) if entries else ""
@@ -231,8 +232,14 @@ def describe_keys(preset: str = "attnrl_1p5b") -> str:
         value: Any = values
         for part in key.split("."):
             value = value[part]
-        entries.append((f"--{key} {value!r}", about))
+        entries.append((f"--{key} {value!r}", about + _choices(Config, key)))
     return in_columns(entries)
+
+
+def _choices(section: type[BaseModel], key: str) -> str:
+    """The values of a key that has only a few, as words to put behind its documentation."""
+    names = [str(name) for m in _members(annotation(section, key)) if get_origin(m) is Literal for name in get_args(m)]
+    return f" One of: {', '.join(names)}." if names else ""
 
 
 def in_columns(entries: Sequence[tuple[str, str]]) -> str:

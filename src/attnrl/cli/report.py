@@ -22,6 +22,7 @@ from rich.console import Console
 
 from attnrl.analysis import write_report
 from attnrl.cli.flags import read_flags
+from attnrl.cli.lines import check_folder
 from attnrl.config import Section
 
 
@@ -40,6 +41,7 @@ class ReportFlags(Section):
 
 def main(argv: list[str]) -> int:
     options, _ = read_flags(ReportFlags, argv, str(__doc__), words="run_dirs")
+    check_folder("output", options.output)
     inside = options.run_dirs[0] if len(options.run_dirs) == 1 else Path()
     with Console(stderr=True).status("reading the run directories"):
         output = options.output or inside / "report.html"

@@ -35,10 +35,11 @@ from pydantic import Field
 from rich.console import Console
 
 from attnrl.cli.flags import read_flags, show
-from attnrl.cli.lines import read_lines
+from attnrl.cli.lines import check_folder, read_lines
 from attnrl.config import Section
 from attnrl.errors import DataError, MissingFileError
 from attnrl.launch.scoring import Scored, position_correlations, score, score_settings
+from attnrl.types import counted
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -75,8 +76,8 @@ class ScoreFlags(Section):
 
 def main(argv: list[str]) -> int:
     flags, overrides = read_flags(ScoreFlags, argv, str(__doc__), short=SHORT)
-    if not flags.output.parent.is_dir():
-        raise MissingFileError(f"no directory {flags.output.parent} for --output")
+    check_folder("output", flags.output)
+    check_folder("html", flags.html)
     where, config = score_settings(flags.model, overrides)
     rows = read_rows(flags.input)
     import pyarrow.parquet as pq
@@ -158,7 +159,7 @@ def summary(console: Console, output: Path, scored: Sequence[Scored], metrics: d
     }
     tokens, seconds = metrics.get("score/tokens", 0.0), metrics.get("score/seconds", 0.0)
     for line in (
-        f"{len(scored)} responses, {steps} steps, {tokens:.0f} tokens in {seconds:.1f} s "
+        f"{counted(len(scored), 'response')}, {counted(steps, 'step')}, {tokens:.0f} tokens in {seconds:.1f} s "
         f"({tokens / max(seconds, 1e-9):.0f} tokens/s; attention {kinds['attention']}, FCI {kinds['fci']})",
         f"rank correlation of FCI with step position {position:+.3f}, with the position null {null:+.3f} "
         "(mean over responses)",

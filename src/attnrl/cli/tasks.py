@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.progress import track
 
 from attnrl.cli.flags import read_flags, show
+from attnrl.cli.lines import check_folder
 from attnrl.config import Section, TaskConfig
-from attnrl.errors import MissingFileError
 
 
 class TasksFlags(Section):
@@ -44,8 +44,7 @@ def main(argv: list[str]) -> int:
     from attnrl.data.tasks import columns, different_tasks
 
     flags, _ = read_flags(TasksFlags, argv, str(__doc__), flat="tasks")
-    if not flags.output.parent.is_dir():
-        raise MissingFileError(f"--output {flags.output}: the directory {flags.output.parent} does not exist; make it")
+    check_folder("output", flags.output)
     tasks = different_tasks(flags.tasks, flags.split, flags.count, flags.tasks.seed)
     console = Console(stderr=True)
     with flags.output.open("w", encoding="utf-8") as file:

@@ -3,10 +3,12 @@
 Grades a file of responses against reference answers.
 
 Each line of the input is a JSON object with `response` (text) and `gold` (text,
-or a list of alternatives). The output repeats the row's fields, without the
-response, and adds `reward`, `rule`, `answer` and `error`. An error (an empty
-gold, a worker that cannot start) is no evidence that the answer is wrong: the
-summary counts it apart. A row whose gold is null is named and counts as one.
+or a list of alternatives); without a gold its `answers`, `answer` or
+`ground_truth` is taken, the first it has. The output repeats the row's fields,
+without the response, the reference as `gold`, and adds `reward`, `rule`,
+`answer` (the response's) and `error`. An error (an empty gold, a worker that
+cannot start) is no evidence that the answer is wrong: the summary counts it
+apart. A row whose gold is null is named and counts as one.
 
 Example:
   attnrl verify responses.jsonl --output verdicts.jsonl
@@ -25,9 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from attnrl.cli.flags import read_flags
-from attnrl.cli.lines import read_lines
+from attnrl.cli.lines import check_folder, read_lines
 from attnrl.config import Section, load_config
 from attnrl.errors import ConfigError, DataError
+from attnrl.evaluation.stored import GOLD
 from attnrl.types import Verdict
 from attnrl.verify import Verifier
 
@@ -38,7 +41,7 @@ class VerifyFlags(Section):
     """The flags of `attnrl verify`."""
 
     file: Path
-    """a file of JSON lines, plain or .gz, with the fields response and gold."""
+    """a file of JSON lines, plain or .gz, with the fields response and gold (or answers, answer, ground_truth)."""
     output: Path | None = None
     """Where the verdicts go, one JSON object a line; by default FILE with .verdicts.jsonl at its end."""
     disagreements: Path | None = None
@@ -48,9 +51,8 @@ class VerifyFlags(Section):
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of a file, and file:line of those without a gold; DataError names where one cannot be graded."""
     rows = read_lines(path, "write {'response': ..., 'gold': ...}")
-    for where, _, row in rows:
-        _check_row(where, row)
-    return [row for _, _, row in rows], [where for where, _, row in rows if not golds_of(row)]
+    named = [(where, _with_gold(where, row)) for where, _, row in rows]
+    return [row for _, row in named], [where for where, row in named if not golds_of(row)]
 
 
 def golds_of(row: dict[str, Any]) -> list[str]:
@@ -59,19 +61,23 @@ def golds_of(row: dict[str, Any]) -> list[str]:
     return [str(gold) if type(gold) in (int, float) else gold for gold in golds if gold is not None]
 
 
-def _check_row(where: str, row: dict[str, Any]) -> None:
-    for key in ("response", "gold"):
+def _with_gold(where: str, row: dict[str, Any]) -> dict[str, Any]:
+    """The row with its reference answer named gold, whichever of its names it had; DataError where it has none."""
+    name = next((name for name in GOLD if name in row), "gold")
+    for key in ("response", name):
         if key not in row:
-            raise DataError(f"{where}: field {key!r} is missing; the fields are response and gold")
+            wanted = f"looked for {', '.join(GOLD)}" if key == name else "the fields are response and gold"
+            raise DataError(f"{where}: field {key!r} is missing; {wanted}")
     if not isinstance(row["response"], str):
         raise DataError(f"{where}: field 'response' must be text, not {type(row['response']).__name__}")
-    if not all(isinstance(gold, str) for gold in golds_of(row)):
-        raise DataError(f"{where}: field 'gold' must be text, a number, or a list of them")
+    renamed = {"gold" if key == name else key: value for key, value in row.items()}
+    if not all(isinstance(gold, str) for gold in golds_of(renamed)):
+        raise DataError(f"{where}: field {name!r} must be text, a number, or a list of them")
+    return renamed
 
 
 def write_verdicts(path: Path, rows: Sequence[dict[str, Any]], verdicts: Sequence[Verdict]) -> None:
     """One line a row: its fields without the response, and the verdict."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for row, verdict in zip(rows, verdicts, strict=True):
             kept = {key: value for key, value in row.items() if key != "response"}
@@ -104,6 +110,8 @@ def summary(verdicts: Sequence[Verdict], seconds: float) -> Table:
 def main(argv: list[str]) -> int:
     options, overrides = read_flags(VerifyFlags, argv, str(__doc__), short=SHORT, words="file")
     limits = load_config("", overrides).verify
+    check_folder("output", options.output)
+    check_folder("disagreements", options.disagreements)
     rows, without_gold = read_rows(options.file)
     output = options.output or options.file.with_name(f"{options.file.name}.verdicts.jsonl")
     if output.exists() and output.samefile(options.file):

@@ -276,6 +276,8 @@ class Cleaned:
     leaked: int
     conflicting: int  # every member of a group whose answers disagree: none of them can be trusted
     repeated: int  # further copies of a problem that is kept
+    conflicts: int  # how many groups that are
+    spelled: int  # groups whose answers differ as written but agree: one copy of each is kept
 
     def report(self) -> str:
         """One line for the console."""
@@ -294,12 +296,10 @@ def clean(records: Iterable[Record], same: Same | None = None) -> Cleaned:
     rows = list(records)
     leaked = {id(record) for record in leaks(rows)}
     rest = [record for record in rows if id(record) not in leaked]
-    conflicting: set[int] = set()
-    repeated: set[int] = set()
-    for group in duplicates(rest):
-        if group.disagree(same):
-            conflicting.update(id(record) for record in group.records)
-        else:
-            repeated.update(id(record) for record in group.records[1:])
-    kept = tuple(record for record in rest if id(record) not in conflicting | repeated)
-    return Cleaned(kept, len(leaked), len(conflicting), len(repeated))
+    groups = duplicates(rest)
+    conflicts = [group for group in groups if group.disagree(same)]
+    conflicting = {id(record) for group in conflicts for record in group.records}
+    further = {id(record) for group in groups for record in group.records[1:]} - conflicting
+    kept = tuple(record for record in rest if id(record) not in conflicting | further)
+    spelled = sum(group.conflicting for group in groups) - len(conflicts)
+    return Cleaned(kept, len(leaked), len(conflicting), len(further), len(conflicts), spelled)

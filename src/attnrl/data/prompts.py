@@ -8,7 +8,7 @@ from typing import Any
 
 from attnrl.data.records import Record
 from attnrl.errors import ConfigError, DataError
-from attnrl.types import Prompt, as_ids, content_hash
+from attnrl.types import Prompt, as_ids, content_hash, counted
 
 TEMPLATE = r"{problem} Let's think step by step and output the final answer within \boxed{}."
 _CHUNK = 512  # prompts tokenized at once
@@ -34,7 +34,7 @@ class Dropped:
             (len(self.overlong), "over the length limit"),
             (len(self.repeated), "repeating an earlier one"),
         )
-        return ", ".join(f"{n} prompt{'s' * (n > 1)} {why}" for n, why in counts if n)
+        return ", ".join(f"{counted(n, 'prompt')} {why}" for n, why in counts if n)
 
 
 def render_prompts(

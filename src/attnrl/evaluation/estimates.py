@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnrl.errors import ConfigError
+from attnrl.types import counted
 
 RESAMPLES = 10_000
 LEVEL = 0.95
@@ -27,7 +28,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         raise ConfigError(f"pass@{k}: k must be at least 1")
     if k > n:
         raise ConfigError(
-            f"pass@{k} cannot be estimated from {n} sample{'s' * (n != 1)} per problem; draw at least {k} samples or "
+            f"pass@{k} cannot be estimated from {counted(n, 'sample')} per problem; draw at least {k} samples or "
             f"ask for a k of at most {n}"
         )
     if not 0 <= c <= n:

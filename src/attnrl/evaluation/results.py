@@ -23,7 +23,7 @@ import numpy as np
 from attnrl.data.benchmarks import BENCHMARKS
 from attnrl.errors import ConfigError, DataError
 from attnrl.evaluation.estimates import RESAMPLES, bootstrap_means, interval, problem_estimates, summarize
-from attnrl.types import Attempt, Finish, Verdict, content_hash
+from attnrl.types import Attempt, Finish, Verdict, content_hash, counted
 
 PROBLEMS, RESPONSES, RESULTS, MARKDOWN, SETTINGS = (
     "problems.parquet",
@@ -125,7 +125,7 @@ class Report:
         if most > fewest:
             raise ConfigError(
                 f"pass@{most} cannot be estimated: benchmark {problems[0][0].benchmark} has a problem with only "
-                f"{fewest} sample{'s' * (fewest != 1)}; draw at least {most} samples or ask for a smaller k"
+                f"{counted(fewest, 'sample')}; draw at least {most} samples or ask for a smaller k"
             )
         table = summarize(
             [[r.right for r in rows] for rows in problems],

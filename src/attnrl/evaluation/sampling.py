@@ -14,7 +14,7 @@ from attnrl.errors import ConfigError
 from attnrl.evaluation.estimates import RESAMPLES
 from attnrl.evaluation.log import ResponseLog, open_log
 from attnrl.evaluation.results import Report, Response
-from attnrl.types import Attempt, Ids, Prompt, Request, Rollout, Sampling, Verdict, content_hash
+from attnrl.types import Attempt, Ids, Prompt, Request, Rollout, Sampling, Verdict, content_hash, counted
 
 Grade = Callable[[Sequence[Attempt]], list[Verdict]]
 Job = tuple[str, int, int, Prompt]  # benchmark, row (from 1), sample, prompt
@@ -140,7 +140,7 @@ def check_samples(samples: Mapping[str, int], ks: Sequence[int] | None = None) -
             raise ConfigError(f"samples = {count} for benchmark {name}: must be at least 1")
         if ks is not None and max(ks) > count:
             raise ConfigError(
-                f"pass@{max(ks)} cannot be estimated from {count} sample{'s' * (count != 1)} per problem of benchmark "
+                f"pass@{max(ks)} cannot be estimated from {counted(count, 'sample')} per problem of benchmark "
                 f"{name}; raise samples to at least {max(ks)} or ask for a smaller k"
             )
 

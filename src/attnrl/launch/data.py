@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attnrl.config import Config
 from attnrl.errors import ConfigError, DataError, MissingFileError
 from attnrl.iteration import Stream
+from attnrl.types import counted
 
 if TYPE_CHECKING:
     from attnrl.data.records import Record
@@ -78,7 +79,7 @@ def prompt_stream(config: Config, records: Sequence[Record], tokenizer: Any, say
         system=data.system,
         chat_options=data.chat_options,
     )
-    say(f"{len(prompts)} prompts" + (f"; left out: {dropped.report()}" if dropped.report() else ""))
+    say(counted(len(prompts), "prompt") + (f"; left out: {dropped.report()}" if dropped.report() else ""))
     return PromptStream(prompts, config.run.seed)
 
 

@@ -28,6 +28,7 @@ from attnrl.launch.models import (
     open_rewards,
 )
 from attnrl.launch.parts import FCI_KEYS, check_parts, segmenting
+from attnrl.run import check_no_run
 from attnrl.types import Attempt, Ids, Prompt, Request, Rollout, Sampling, ScoreRequest, Scores, Scoring, Step, Verdict
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def disrupt(
 
     Settings are those `attnrl.evaluate` takes; the same call goes on after an interruption. Paper: Sec. 3.1.2.
     """
+    check_no_run(Path(output))
     config = settings_of(model, overrides)[1]
     if config.engine.name != "local":
         raise ConfigError(f"engine.name = {config.engine.name!r}: hiding a step from later text needs the local engine")

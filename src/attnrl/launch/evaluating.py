@@ -18,6 +18,7 @@ from attnrl.launch.models import (
     open_engine,
     open_rewards,
 )
+from attnrl.run import check_no_run
 from attnrl.types import Sampling
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def evaluate(
         config = settings_of(model, overrides)[1]
     elif overrides:
         raise ConfigError("give overrides or a whole config, not both")
+    if output is not None:
+        check_no_run(Path(output))
     wanted = config.evaluation
     engine, rewards, path = find_engine(config), open_rewards(config), check_model(model)
     check_taken(config, rewards.takes)

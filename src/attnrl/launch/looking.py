@@ -9,7 +9,7 @@ import numpy as np
 
 from attnrl.analysis.score_page import HeadMap, Response, build_score_page
 from attnrl.config import Config
-from attnrl.launch.models import check_model, load_tokenizer, newest_model
+from attnrl.launch.models import check_model, load_tokenizer
 from attnrl.launch.scoring import Scored
 
 
@@ -17,7 +17,7 @@ def score_page(model: str, scored: Sequence[Scored], names: Sequence[str], confi
     """The HTML page of these responses, each with the attention map of its deciding head. Paper: Fig. 2."""
     from attnrl.local.models import load_weights
 
-    path = check_model(newest_model(model))
+    path = check_model(model)
     weights = load_weights(path, device=config.engine.local.device, dtype=config.model.dtype)
     tokenizer = load_tokenizer(path)
     responses = []

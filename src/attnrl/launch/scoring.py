@@ -57,7 +57,7 @@ def score(
     bound = check_parts(config)
     check_taken(config, taken_by(config, bound) | FCI_KEYS)
     engine, path = find_engine(config), check_model(str(model))
-    rows = [row if isinstance(row, Mapping) else {"prompt": row[0], "response": row[1]} for row in responses]
+    rows = [as_row(number, row) for number, row in enumerate(responses, start=1)]
     tokenizer = load_tokenizer(path)
     segment, vocabulary = segmenting(bound, tokenizer), vocabulary_of(path, tokenizer)
     algo = config.algo
@@ -80,6 +80,16 @@ def score(
         Scored(r.prompt, r.response, s, step_records(r, s, decode, bound["rule"], config))
         for r, s in zip(requests, found, strict=True)
     ]
+
+
+def as_row(number: int, given: Row | tuple[str, str]) -> Row:
+    """A response as a row; DataError where it is neither a row nor a pair."""
+    if isinstance(given, Mapping):
+        return given
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or len(given) != 2:
+        what = f"{len(given)} values" if isinstance(given, tuple | list) else type(given).__name__
+        raise DataError(f"response {number}: give a pair (prompt, response) or a row, not {what}; {FIELDS}")
+    return {"prompt": given[0], "response": given[1]}
 
 
 def score_settings(model: str, overrides: Mapping[str, Any] | None = None) -> tuple[str, Config]:

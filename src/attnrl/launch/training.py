@@ -37,7 +37,7 @@ from attnrl.run import check_run, last_recorded, open_run, read_metrics
 from attnrl.trackers import Observer, check_trackers, open_trackers
 from attnrl.trainer import finished
 from attnrl.trainer import train as loop
-from attnrl.types import State
+from attnrl.types import State, counted
 
 if TYPE_CHECKING:
     from attnrl.backend import Backend
@@ -199,7 +199,7 @@ def finished_note(state: State, config: Config) -> str:
     by_tokens = state.iteration < limits.iterations
     key, value = ("generated_tokens", state.generated_tokens) if by_tokens else ("iterations", state.iteration)
     return (
-        f"is finished: {state.iteration} iterations, {state.generated_tokens:,} tokens generated.\n"
+        f"is finished: {counted(state.iteration, 'iteration')}, {state.generated_tokens:,} tokens generated.\n"
         f"To train on, give the same command with --run.{key} above {value}."
     )
 
