@@ -63,6 +63,23 @@ def test_the_budget_is_what_all_have_reached() -> None:
     assert common_budget(runs, "tokens") == 20
 
 
+def test_nothing_is_said_of_a_run_after_its_last_evaluation() -> None:
+    """Evaluated at 0 and 1, and going on to 3: at 3 its accuracy is not known, whatever it was at 1."""
+    going = record("a", [0.2, 0.4, 0.9, 0.9])
+    for row in going.metrics[2:]:
+        del row["eval/a/pass@1"]
+    done = record("b", [0.2, 0.6, 0.8, 1.0], rule="none")
+    found = compare_runs([going, done])
+    assert found.budget == 1
+    assert [n.final for (n,) in found.numbers] == [0.4, 0.6]
+    text = tables(found)
+    assert "one seed a method: no interval can be given" in text
+    for row in going.metrics:
+        row.pop("eval/a/pass@1", None)
+    with pytest.raises(DataError, match="a: no evaluation on record"):
+        compare_runs([going, done])
+
+
 def test_differences_are_paired_by_seed() -> None:
     """Seeds differ far more than methods: only pairs see a difference that is the same in each."""
     base = [record(f"a{s}", [0.0, level], seed=s) for s, level in enumerate((0.2, 0.5, 0.8))]

@@ -108,9 +108,18 @@ def positions(record: RunRecord, axis: Axis) -> list[float]:
     return found["iteration" if axis == "iterations" else axis]
 
 
+def evaluated(record: RunRecord) -> list[int]:
+    """The logged rows at which the run was evaluated; an error where there are none."""
+    names = [name for name in benchmarks(record) if name != "average"]
+    rows = [i for i, row in enumerate(record.metrics) if any(f"eval/{name}/pass@1" in row for name in names)]
+    if not rows:
+        raise DataError(f"{record.name}: no evaluation on record; evaluation.every was 0, or none has finished yet")
+    return rows
+
+
 def common_budget(records: Sequence[RunRecord], axis: Axis) -> float:
-    """The furthest every run has come."""
-    return min(positions(record, axis)[-1] for record in records)
+    """The furthest every run was evaluated: how good one is after its last evaluation is not known."""
+    return min(positions(record, axis)[evaluated(record)[-1]] for record in records)
 
 
 def numbers(record: RunRecord, axis: Axis, budget: float, target: float) -> Numbers:
@@ -119,9 +128,9 @@ def numbers(record: RunRecord, axis: Axis, budget: float, target: float) -> Numb
     """
     x = positions(record, axis)
     names = [name for name in benchmarks(record) if name != "average"]
-    rows = [i for i, row in enumerate(record.metrics) if any(f"eval/{name}/pass@1" in row for name in names)]
-    if not rows or x[rows[0]] > budget:
-        raise DataError(f"{record.name}: no evaluation within {budget:g} {axis}; evaluation.every was 0, or too large")
+    rows = evaluated(record)
+    if x[rows[0]] > budget:
+        raise DataError(f"{record.name}: no evaluation within {budget:g} {axis}; evaluation.every was too large")
 
     def height(i: int) -> float:
         found = [record.metrics[i][key] for name in names if (key := f"eval/{name}/pass@1") in record.metrics[i]]
@@ -213,7 +222,7 @@ class Comparison:
 def compare_runs(
     records: Sequence[RunRecord], *, axis: Axis = "iterations", target: float | None = None, baseline: str | None = None
 ) -> Comparison:
-    """The comparison of these runs at the budget all of them reached.
+    """The comparison of these runs at the budget up to which all of them were evaluated.
 
     The target is by default the worst final accuracy of a method: every method reaches it.
     """

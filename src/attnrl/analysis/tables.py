@@ -17,6 +17,12 @@ def tables(found: Comparison, form: Format = "markdown") -> str:
     noun = found.axis.removesuffix("s")
     at = f"at {short(found.budget)} {noun if found.budget == 1 else found.axis}"
     seeds = ", ".join(f"{m.name} {len(m.runs)}" for m in found.methods)
+    alone = all(len(m.runs) == 1 for m in found.methods)
+    sure = (
+        "one seed a method: no interval can be given, and a difference may be chance"
+        if alone
+        else "differences are paired by seed, brackets are 95 % intervals by bootstrap over seeds"
+    )
     parts = [
         (
             f"Held-out accuracy in percent, {at} (mean over seeds: {seeds}; on the line between evaluations)",
@@ -24,8 +30,7 @@ def tables(found: Comparison, form: Format = "markdown") -> str:
         ),
         (f"Cost and accuracy, {at}", cost_rows(found)),
         (
-            f"Curves, {at}; target {100 * found.target:.1f}; differences are paired by seed, brackets are 95 % "
-            "intervals by bootstrap over seeds",
+            f"Curves, {at}; Area is the mean height of the accuracy curve, target {100 * found.target:.1f} %; {sure}",
             curve_rows(found),
         ),
     ]

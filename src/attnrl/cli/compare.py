@@ -32,7 +32,7 @@ class CompareFlags(Section):
     run_dirs: tuple[Path, ...]
     """run directories of `attnrl train` with held-out evaluations."""
     at: Axis = "iterations"
-    """What is equal: the least any run has reached of it is the budget of all."""
+    """What is equal: the least at which a run was last evaluated is the budget of all."""
     target: float | None = None
     """Accuracy, from 0 to 1, whose cost is asked for; by default the worst final one of a method."""
     baseline: str | None = None
