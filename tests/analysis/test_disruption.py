@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from attnrl.analysis.disruption import Trial, by_position, choose_steps, contrast, effects
+from attnrl.analysis.intervals import wilson
 from attnrl.types import Step
 
 
@@ -66,3 +67,11 @@ def test_five_bins() -> None:
     assert [(n, None if math.isnan(a) else a) for n, a, _, _ in by_position(trials)] == [
         *((2, 1.0), (1, 0.0), (0, None), (0, None), (2, 0.0))
     ]
+
+
+def test_an_interval_holds_its_share_to_the_last_digit() -> None:
+    # a figure draws share - low and high - share; rounding made 0 of 3 and 4 of 4, among many, fall below 0
+    bounds = {(right, n): wilson(right, n) for n in range(1, 80) for right in (0, n)}
+    assert all(low <= right / n <= high for (right, n), (low, high) in bounds.items())
+    assert bounds[0, 3][0] == 0.0
+    assert bounds[4, 4][1] == 1.0

@@ -24,7 +24,8 @@ def wilson(right: float, n: int, z: float = Z) -> tuple[float, float]:
     share = right / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(centre - half, 0.0), min(centre + half, 1.0)
+    low, high = min(centre - half, share), max(centre + half, share)  # rounding must not leave the share outside
+    return max(low, 0.0), min(high, 1.0)
 
 
 def difference(a: float, n_a: int, b: float, n_b: int) -> tuple[float, float]:

@@ -138,11 +138,10 @@ def run_chunk(jobs: Sequence[Job], shared: Experiment) -> list[dict[str, Any]]:
         context = np.concatenate([prompt.ids, originals[i].ids[:stop]])
         requests.append(Request(context, max(shared.max_tokens - stop, 1), stream + 1 + k))
         hidden.append((len(prompt.ids) + steps[i][k].start, len(prompt.ids) + stop))
-    model = shared.backend.model
-    drawn = [
-        continue_without(model, shared.tokenizer, requests, spans, shared.sampling, shared.rows)
-        for spans in ([None] * len(requests), hidden)
-    ]
+    drawn = (
+        shared.backend.generate(requests, shared.sampling),
+        continue_without(shared.backend.model, shared.tokenizer, requests, hidden, shared.sampling, shared.rows),
+    )
     whole = [
         [
             (i, np.concatenate([originals[i].ids[: steps[i][k].stop], r.ids]), r)

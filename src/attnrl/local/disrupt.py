@@ -17,6 +17,7 @@ from attnrl.local.models import plain, stop_token_ids
 from attnrl.types import Finish, Ids, Request, Rollout, Sampling, as_floats, as_ids
 
 Span = tuple[int, int]
+FEWEST_RUNNING = 0.75  # of a batch: with fewer, ended rows are taken out of it
 
 
 def continue_without(
@@ -60,16 +61,22 @@ def _batch(
     drawn: list[list[int]] = [[] for _ in requests]
     logprobs: list[list[float]] = [[] for _ in requests]
     running = np.ones(len(requests), dtype=bool)
+    rows = np.arange(len(requests))  # the requests that are still in the batch
     visible_BL, position_B = later_BP, position_BP[:, -1]
     for step in range(int(limits.max())):
         counts_B = torch.full_like(streams_B, step)
         ids_B, logprobs_B = draw(out.logits[:, -1], uniforms(streams_B, counts_B), sampling)
-        for row in np.flatnonzero(running):
-            drawn[row].append(int(ids_B[row]))
-            logprobs[row].append(float(logprobs_B[row]))
-        running &= ~np.isin(ids_B.cpu().numpy(), stops) & (limits > step + 1)
+        for place in np.flatnonzero(running[rows]):
+            drawn[rows[place]].append(int(ids_B[place]))
+            logprobs[rows[place]].append(float(logprobs_B[place]))
+        running[rows] &= ~np.isin(ids_B.cpu().numpy(), stops) & (limits[rows] > step + 1)
         if not running.any():
             break
+        if running[rows].mean() < FEWEST_RUNNING:
+            left = torch.from_numpy(np.flatnonzero(running[rows])).to(device)
+            out.past_key_values.batch_select_indices(left)
+            ids_B, streams_B, position_B, visible_BL = ids_B[left], streams_B[left], position_B[left], visible_BL[left]
+            rows = np.flatnonzero(running)
         visible_BL = torch.cat([visible_BL, torch.ones_like(visible_BL[:, :1])], dim=1)
         position_B = position_B + 1
         out = _next(model, ids_B, position_B, visible_BL, out.past_key_values)
