@@ -41,6 +41,7 @@ SERIES = {  # of every iteration, for the curves
     "updates": "policy/updates",
     "seconds": "seconds/iteration",
     "valid": "train/valid_token_share",
+    "valid_tokens": "train/valid_tokens",
     "trunks_valid": "trunks/valid",
     "branches_valid": "branches/valid",
     "both_valid": "both/valid",

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from evidence_base import base_cells, base_figures
+
 PAGE = Path("docs/results.md")
 FIGURES = Path("docs/figures")
 T95 = (
@@ -177,6 +179,38 @@ def sweep_table(rows: Rows) -> str:
     return table(lines)
 
 
+def cost_table(rows: Rows, goal: str = "s_treerl", window: int = 5) -> str:
+    """In how many runs training accuracy, as a mean over `window` iterations, reaches where `goal`'s run of the same
+    seed ends, and at what cost, mean over those that do. Paper: Table 3.
+    """
+    runs = by_preset(rows, "main")
+    lines = [["branching rule or method", "runs that reach it", "iterations", "updates", "tokens", "loop seconds"]]
+    for preset, own in runs.items():
+        reached = []
+        seeds = sorted(set(own) & set(runs.get(goal, {})))
+        for seed in seeds:
+            wanted = running_mean(runs[goal][seed]["series"]["accuracy"], window)[-1]
+            if len(places := np.flatnonzero(running_mean(own[seed]["series"]["accuracy"], window) >= wanted)):
+                n, series = int(places[0]) + window, own[seed]["series"]
+                spent = (sum(series[name][:n]) for name in ("updates", "seconds"))
+                reached.append((n, *spent, series["tokens"][n - 1]))
+        if not seeds:
+            continue
+        n, updates, seconds, tokens = np.mean(reached, axis=0) if reached else [np.nan] * 4
+        cells = [f"{n:.0f}", f"{updates:.0f}", f"{tokens / 1e6:.2f}M", f"{seconds:.0f}"] if reached else ["-"] * 4
+        lines.append([NAMES[preset], f"{len(reached)} of {len(seeds)}", *cells])
+    return table(lines)
+
+
+def running_mean(values: Sequence[float], window: int) -> np.ndarray:
+    """Means over `window` neighbours.
+
+    >>> running_mean([1.0, 2.0, 6.0], 2).tolist()
+    [1.5, 4.0]
+    """
+    return np.convolve(values, np.ones(window) / window, mode="valid")
+
+
 PLACES = {
     "points are the first steps": "first_steps",
     "before the decisive step": "before",
@@ -300,6 +334,7 @@ def write_all(results: Path) -> None:
     makers: dict[str, Callable[[Rows], str]] = {
         "main": main_table,
         "pairs": pair_table,
+        "cost": cost_table,
         "sweep": sweep_table,
         "places": place_table,
         "signal": signal_table,
@@ -315,6 +350,8 @@ def write_all(results: Path) -> None:
         made |= {f"{file.stem} {name}": text for name, text in tables.items()}
     if (results / "ceiling.json").exists():
         made["ceiling"] = ceiling_table(json.loads((results / "ceiling.json").read_text()))
+    made |= {name: table(cells) for name, cells in base_cells(results).items()}
+    base_figures(results, FIGURES)
     page = PAGE.read_text()
     for name in re.findall(r"<!-- table (.+?) -->", page):
         if name not in made:

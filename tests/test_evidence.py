@@ -5,17 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+
+from attnrl.analysis.disruption import Trial
+from attnrl.analysis.problems import Problem
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import evidence  # noqa: E402
+import evidence_base as base  # noqa: E402
 import evidence_forests as forests  # noqa: E402
 import evidence_tables as tables  # noqa: E402
+import node_values  # noqa: E402
 import step_values  # noqa: E402
 from evidence import Cell, Queue  # noqa: E402
 
@@ -107,7 +115,94 @@ class TestForests:
         assert step_values.partial(bump, bump, place) == pytest.approx(1)
 
 
+class TestNodeValues:
+    def test_over_all_outcomes_bias_and_squared_error_are_the_true_ones(self):
+        """A place of value 0.3, judged by two leaves, against three further rollouts: every outcome, by its chance."""
+        bias = error = total = 0.0
+        for outcome in product((0.0, 1.0), repeat=5):
+            chance = float(np.prod([0.3 if r else 0.7 for r in outcome]))
+            judged = node_values.node("q", True, outcome[:2], outcome[2:])
+            bias, error, total = bias + chance * judged.error, error + chance * judged.squared_error, total + chance
+        assert total == pytest.approx(1.0)
+        assert bias == pytest.approx(0.0)
+        assert error == pytest.approx(0.3 * 0.7 / 2)
+
+    def test_a_value_that_favours_the_trunk_shows_as_bias(self):
+        """The rule looks at the trunk: here only at places whose trunk ends right. Value 0.5, leaves 1 and one more."""
+        cases = [(chosen, further) for chosen in (0.0, 1.0) for further in ([1.0, 0.0], [0.0, 1.0])]
+        judged = [node_values.node(str(i), True, [1.0, leaf], further) for i, (leaf, further) in enumerate(cases)]
+        found = node_values.quality(judged)
+        assert found["bias"][0] == pytest.approx(0.25)
+        assert found["true value"] == 0.5
+
+    def test_quality_by_hand(self):
+        judged = [node_values.Node("a", True, 1.0, 0.75, 0.05, 5), node_values.Node("b", True, 0.0, 0.25, 0.05, 5)]
+        found = node_values.quality(judged)
+        assert found["bias"][0] == 0.0  # +0.25 and -0.25
+        assert found["variance"] == pytest.approx(0.0625 - 0.05)
+        assert found["worth of leaves"] == pytest.approx((0.1875 + 0.05) / (0.0625 - 0.05))
+        assert found["true spread"] == pytest.approx(0.0625 - 0.05)
+
+    def test_branches_are_read_in_the_order_of_the_rules(self, tmp_path):
+        """Rule number i: at its first point the branch number i alone is right, at its second all but that one."""
+        rules, width = len(node_values.COMPARED), 8
+        rewards = [float((k == i) != second) for i in range(rules) for second in (False, True) for k in range(width)]
+        rows = [{"uid": "q", "tree": 0, "kind": "trunk", "reward": 1.0}]
+        rows += [{"uid": "q", "tree": 0, "kind": "branch", "reward": r} for r in rewards]
+        rows.append({"uid": "lone", "tree": 0, "kind": "trunk", "reward": 1.0})  # a trunk that was not branched
+        (tmp_path / "forests").mkdir()
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "forests/000001.parquet")
+        found = node_values.read_nodes(tmp_path)
+        first, second = found["fci"]  # the right one and the wrong one are in the tree: 1 + (1, 0) + (0, 1) of 5
+        assert (first.value, first.truth, second.value, second.truth) == pytest.approx((3 / 5, 0, 2 / 3, 1))
+        first, second = found["oracle"]  # and here among the six others: 1 + (0, 0) + (1, 1) of 5
+        assert (first.value, first.truth, second.value, second.truth) == pytest.approx((3 / 5, 1 / 6, 1, 5 / 6))
+
+
+class TestBaseModels:
+    def test_hidden_steps_by_kind_and_place(self):
+        trials = [Trial(f"q{i}", i, "fci_top", 1, 0.1, True, True, i > 2) for i in range(4)]  # three of four lost
+        trials += [Trial(f"q{i}", i, "matched", 2, 0.3, True, True, i > 0) for i in range(4)]  # one of four lost
+        head, top, matched = base.type_cells(trials)
+        assert (top[:4], top[4][:4], top[5][:5], top[6]) == (
+            ["FCI top 20 %", "4", "0.10", "100.0"],
+            "25.0",
+            "+75.0",
+            "",
+        )
+        assert matched[6].startswith("+50.0 (")
+        assert len(head) == len(top) == len(matched)
+        places = base.place_cells(trials)
+        assert [row[1].split(" (")[0] for row in places[1:]] == ["25.0", "75.0", "-", "-", "-"]
+        assert places[1][2] == places[1][1]  # in the first fifth all are of the top
+        assert places[1][2].endswith(", 4")
+
+    def test_problems_with_and_without_signal(self):
+        cases = [Problem(1, "a", 1.0, 0.0, False, False), Problem(1, "b", 3.0, 0.5, True, False)]
+        _, both, easy = base.problem_cells({"s": cases})
+        assert both[:6] == ["S", "all", "1", "1", "1.0000", "3.0000"]
+        assert both[7:] == ["1.00", "1.00"]
+        assert easy == ["S", "easy", "0", "0", *["-"] * 5]
+
+    def test_what_is_kept_comes_back(self, tmp_path):
+        trials = [Trial("q", 3, "matched", 2, 0.25, True, False, True)]
+        base.keep(trials, tmp_path / "s_trials.parquet")
+        assert base.read_trials(tmp_path / "s_trials.parquet") == trials
+        assert set(base.base_cells(tmp_path)) == {"s_trials types", "s_trials places"}
+
+
 class TestTables:
+    def test_cost_to_reach_the_end_of_another_run(self):
+        def run(preset: str, seed: int, accuracy: list[float]) -> dict:
+            steps = list(range(1, len(accuracy) + 1))
+            series = {"accuracy": accuracy, "tokens": [1e5 * s for s in steps], "updates": [2] * len(steps)}
+            return row("main", preset, seed, 0.1, 0.5) | {"series": series | {"seconds": [3.0] * len(steps)}}
+
+        rows = [run("s_treerl", 0, [0.1, 0.3, 0.5]), run("s_oracle", 0, [0.4, 0.4, 0.2]), run("s_grpo", 0, [0.1] * 3)]
+        found = tables.cost_table(rows, window=2).splitlines()  # TreeRL ends at 0.4; the oracle is there after two
+        assert found[2].endswith("| 0 of 1 | - | - | - | - |")
+        assert found[4].endswith("| 1 of 1 | 2 | 4 | 0.20M | 6 |")
+
     def test_interval_and_paired_difference_by_hand(self):
         mean, half = tables.spread([1.0, 2.0, 3.0])
         assert (mean, half) == pytest.approx((2.0, 4.303 / 3**0.5))
@@ -120,7 +215,8 @@ class TestTables:
         (tmp_path / "docs").mkdir()
         (tmp_path / "docs/results.md").write_text(page)
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(tables, "curves", lambda rows, path: None)  # the figure needs matplotlib
+        for figures in ("curves", "base_figures"):  # they need matplotlib
+            monkeypatch.setattr(tables, figures, lambda found, path: None)
         tables.write_all(ROOT / "docs/results")
         assert (tmp_path / "docs/results.md").read_text() == page
 

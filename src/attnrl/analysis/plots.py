@@ -243,6 +243,16 @@ def pipeline_figure(plt: Any, methods: Sequence[Method]) -> Any:
 
 
 def write_disruption(trials: Sequence[Trial], out: Path) -> list[Path]:
+    """Writes the figure of the disruption experiment in all formats."""
+    figure = draw_disruption(trials)
+    files = [out / f"fig3_disruption.{form}" for form in FORMATS]
+    for file in files:
+        figure.savefig(file, bbox_inches="tight", dpi=150, metadata=_undated(file.suffix[1:]))
+    pyplot().close(figure)
+    return files
+
+
+def draw_disruption(trials: Sequence[Trial]) -> Any:
     """The figure of the disruption experiment: accuracy by type, and by position of the hidden step. Paper: Fig. 3."""
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.4, 2.9), layout="constrained")
@@ -264,8 +274,4 @@ def write_disruption(trials: Sequence[Trial], out: Path) -> list[Path]:
     right.errorbar([x for x, _ in shown], heights, yerr=bounds, color=COLOURS[0], marker="o", capsize=3)
     right.set(title="(b) By position", xlabel="place of the hidden step in the response (%)", ylabel="accuracy (%)")
     right.set_xlim(0, 100)
-    files = [out / f"fig3_disruption.{form}" for form in FORMATS]
-    for file in files:
-        figure.savefig(file, bbox_inches="tight", dpi=150, metadata=_undated(file.suffix[1:]))
-    plt.close(figure)
-    return files
+    return figure

@@ -1,0 +1,152 @@
+"""What was measured of base models without training them: hidden steps (Fig. 3), FCI of problems (Fig. 4), node values.
+
+    attnrl disrupt --model runs/s --output runs/disrupt ...
+    python benchmarks/evidence_base.py trials runs/disrupt docs/results/s_trials.parquet
+    PYTHONPATH=benchmarks attnrl train s_atb --algo.estimator node_values:nothing --run-dir runs/problems \\
+      --run.save_rollouts_every 1 --evaluation.every 0 ...
+    python benchmarks/evidence_base.py problems runs/problems docs/results/s_problems.parquet
+
+`python benchmarks/evidence.py tables` makes tables and figures of the kept files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from attnrl.analysis.disruption import BINS, TYPES, Trial, by_position, contrast, effects
+from attnrl.analysis.problems import Problem, problems, separation
+
+TESTBEDS = {"s": "S", "pair": "pair", "long": "long", "late": "late", "demo": "the demo"}
+Cells = list[list[str]]
+
+
+def keep(rows: Sequence[Trial] | Sequence[Problem], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows]), path, compression="zstd")
+
+
+def read_trials(path: Path) -> list[Trial]:
+    return [Trial(**row) for row in pq.read_table(path).to_pylist()]
+
+
+def percent(value: float, low: float, high: float, form: str = ".1f") -> str:
+    return f"{100 * value:{form}} ({100 * low:{form}} to {100 * high:{form}})"
+
+
+def type_cells(trials: Sequence[Trial]) -> Cells:
+    """Accuracy by the kind of step hidden, and how much more hiding a top step costs than hiding one of that kind."""
+    head = ["trials", "mean place", "nothing hidden", "hidden", "cost, points", "the top fifth costs more by"]
+    cells = [["hidden step", *head]]
+    for e in effects(trials):
+        more = "" if e.type == "fci_top" else percent(*contrast(trials, "fci_top", e.type), "+.1f")
+        cells.append(
+            [
+                TYPES[e.type],
+                str(e.trials),
+                f"{e.position:.2f}",
+                f"{100 * e.intact:.1f}",
+                percent(e.disrupted, e.disrupted_low, e.disrupted_high),
+                percent(e.drop, e.drop_low, e.drop_high, "+.1f"),
+                more,
+            ]
+        )
+    return cells
+
+
+def place_cells(trials: Sequence[Trial]) -> Cells:
+    """Accuracy with a step hidden, by the place of the step: over all trials, and over those of two kinds."""
+    kinds: dict[str, Sequence[str]] = {"all": tuple(TYPES), **{TYPES[k]: (k,) for k in ("fci_top", "fci_rest")}}
+    cells = [["place of the hidden step", *kinds]]
+    columns = [by_position(trials, chosen) for chosen in kinds.values()]
+    for number in range(BINS):
+        row = [f"{number / BINS:.1f} to {(number + 1) / BINS:.1f}"]
+        for column in columns:
+            count, share, low, high = column[number]
+            row.append(f"{percent(share, low, high)}, {count}" if count else "-")
+        cells.append(row)
+    return cells
+
+
+def problem_cells(found: dict[str, list[Problem]]) -> Cells:
+    """Mean FCI of prompts with and without signal, and how well it and trunk accuracy tell them apart, by testbed."""
+    head = ["prompts", "without signal", "with", "mean FCI without", "with", "difference", "AUC of low FCI"]
+    cells = [["testbed", *head, "AUC of trunk accuracy"]]
+    for name, cases in found.items():
+        for scope in ("all", "easy"):
+            told = separation(cases, scope)
+            if told is None:
+                kept = [c for c in cases if scope == "all" or c.accuracy == 1.0]
+                none = sum(not c.signal for c in kept)
+                row = [scope, str(none), str(len(kept) - none), *["-"] * 5]
+            else:
+                row = [scope, str(told.without), str(told.others)]
+                row += [f"{told.mean_without:.4f}", f"{told.mean_others:.4f}"]
+                row += [f"{told.difference:+.4f} ({told.low:+.4f} to {told.high:+.4f})"]
+                row += [f"{told.auc_fci:.2f}", f"{told.auc_accuracy:.2f}"]
+            cells.append([TESTBEDS.get(name, name), *row])
+    return cells
+
+
+def node_cells(found: dict[str, dict[str, Any]]) -> Cells:
+    """Bias and variance of the two inner nodes of a tree, by rule."""
+    head = ["nodes", "true value", "bias", "variance", "as good as independent rollouts", "variance of the true values"]
+    cells = [["rule", "node", *head]]
+    for rule, places in found.items():
+        for place, q in places.items():
+            bias = "{:+.3f} ({:+.3f} to {:+.3f})".format(*q["bias"])
+            worth = f"{q['worth of leaves']:.1f} (has {q['leaves']:.0f} leaves)"
+            row = [f"{q['true value']:.2f}", bias, f"{q['variance']:.3f}", worth, f"{q['true spread']:.3f}"]
+            cells.append([rule, place, str(q["nodes"]), *row])
+    return cells
+
+
+def base_cells(results: Path) -> dict[str, Cells]:
+    """Every table of what is kept, by the name the page calls it."""
+    made: dict[str, Cells] = {}
+    for file in sorted(results.glob("*_trials.parquet")):
+        trials = read_trials(file)
+        made |= {f"{file.stem} types": type_cells(trials), f"{file.stem} places": place_cells(trials)}
+    kept = {name: results / f"{name}_problems.parquet" for name in TESTBEDS}
+    found = {n: [Problem(**row) for row in pq.read_table(f).to_pylist()] for n, f in kept.items() if f.exists()}
+    if found:
+        made["problems"] = problem_cells(found)
+    for file in sorted(results.glob("*_nodes.json")):
+        made[file.stem] = node_cells(json.loads(file.read_text()))
+    return made
+
+
+def base_figures(results: Path, folder: Path) -> None:
+    """The figure of hidden steps, for each testbed that has trials."""
+    from attnrl.analysis.plots import draw_disruption, pyplot
+
+    plt = pyplot()
+    plt.rcParams["svg.hashsalt"] = "attnrl"
+    for file in sorted(results.glob("*_trials.parquet")):
+        figure = draw_disruption(read_trials(file))
+        figure.savefig(folder / f"disruption_{file.stem.removesuffix('_trials')}.svg", metadata={"Date": None})
+        plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("trials", "problems"))
+    parser.add_argument("run", type=Path)
+    parser.add_argument("output", type=Path)
+    args = parser.parse_args()
+    if args.what == "trials":
+        lines = [json.loads(line) for line in (args.run / "trials.jsonl").read_text().splitlines()]
+        keep([Trial(**trial) for line in lines for trial in line["trials"]], args.output)
+    else:
+        keep(problems(sorted((args.run / "forests").glob("*.parquet"))), args.output)
+
+
+if __name__ == "__main__":
+    main()
