@@ -8,7 +8,9 @@
 A cell is (stage, preset, seed, rate). A cell whose row is in docs/results/NAME.jsonl is done and never run again, on
 any machine that has the file; one that was interrupted goes on from its run directory. A stage takes its presets and
 seeds from the queue file. Stage "sweep" runs every rate; the rate of a preset in other stages is the one with the best
-mean accuracy over the sweep's seeds, unless the stage names `rates` of its own.
+mean accuracy over the sweep's seeds, unless the stage names `rates` of its own. A queue file with a table `warmup`
+(flags of `attnrl warmup`) makes its base model where there is none yet. A cell that fails is named at the end and left
+to the next command.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ import json
 import multiprocessing
 import os
 import shutil
+import subprocess
 import sys
 import time
 import tomllib
+import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -69,11 +73,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A queue file: the rates of the sweep, and for each stage its presets, seeds and overrides of config keys."""
+    """A queue file: the rates of the sweep, for each stage its presets, seeds, overrides of config keys and, where it
+    must leave time for the next, its seconds; and the flags of the warm-up that makes the base model.
+    """
 
     name: str
     rates: tuple[float, ...]
     stages: dict[str, dict[str, Any]]
+    warmup: dict[str, Any] = field(default_factory=dict)
 
     def overrides(self, cell: Cell) -> dict[str, Any]:
         fixed: dict[str, Any] = self.stages[cell.stage].get("overrides", {})
@@ -91,7 +98,7 @@ class Queue:
 
 def read_queue(path: Path) -> Queue:
     values = tomllib.loads(path.read_text())
-    return Queue(values["name"], tuple(values["rates"]), values["stages"])
+    return Queue(values["name"], tuple(values["rates"]), values["stages"], values.get("warmup", {}))
 
 
 def read_rows(name: str) -> list[dict[str, Any]]:
@@ -124,17 +131,26 @@ def collect(name: str, runs: Path) -> int:
     return len(rows)
 
 
+def words(flags: dict[str, Any]) -> list[str]:
+    """Flags as a command line has them."""
+    return [
+        w for key, value in flags.items() for w in (f"--{key}", value if isinstance(value, str) else json.dumps(value))
+    ]
+
+
+def warm_up(queue: Queue) -> None:
+    """Makes the queue's base model, if it says how and there is none yet."""
+    if queue.warmup and not (Path(queue.warmup["output"]) / "config.json").exists():
+        print(f"warm-up of {queue.warmup['output']}", flush=True)
+        subprocess.run([sys.executable, "-m", "attnrl", "warmup", *words(queue.warmup)], check=True)
+
+
 def train_cell(cell: Cell, overrides: dict[str, Any], run_dir: Path) -> None:
     """Trains one cell into a run directory, or goes on where it stopped."""
     from attnrl.cli import run
 
     flags = {**overrides, "update.lr": cell.rate, "run.seed": cell.seed}
-    words = [
-        word
-        for key, value in flags.items()
-        for word in (f"--{key}", value if isinstance(value, str) else json.dumps(value))
-    ]
-    code = run(["train", cell.preset, "--run-dir", str(run_dir), "--resume", *words])
+    code = run(["train", cell.preset, "--run-dir", str(run_dir), "--resume", *words(flags)])
     if code:
         raise SystemExit(code)
 
@@ -186,16 +202,25 @@ def work(number: int, cells: list[Cell], queue: Queue, runs: Path, stop_at: floa
         if time.time() > stop_at:
             return
         with held(runs / f"{cell.name}.lock") as free:
-            if not free or (run_dir / "result.json").exists():
+            failed = runs / f"{cell.name}.failed"
+            if not free or (run_dir / "result.json").exists() or failed.exists():
                 continue
             print(f"=== {cell.name}", flush=True)
-            start = time.time()
-            train_cell(cell, queue.overrides(cell), run_dir)
-            row = {**result(cell, run_dir), "wall_seconds": round(time.time() - start, 1)}
-            (run_dir / "result.tmp").write_text(json.dumps(row))
-            (run_dir / "result.tmp").replace(run_dir / "result.json")
-            for folder in ("forests", "checkpoints"):  # what the row was made of is not needed again
-                shutil.rmtree(run_dir / folder)
+            try:
+                finish(cell, queue, run_dir)
+            except (Exception, SystemExit):  # noqa: BLE001  # the other cells go on
+                failed.write_text(traceback.format_exc())
+
+
+def finish(cell: Cell, queue: Queue, run_dir: Path) -> None:
+    """Trains a cell to its end and leaves its row in the run directory."""
+    start = time.time()
+    train_cell(cell, queue.overrides(cell), run_dir)
+    row = {**result(cell, run_dir), "wall_seconds": round(time.time() - start, 1)}
+    (run_dir / "result.tmp").write_text(json.dumps(row))
+    (run_dir / "result.tmp").replace(run_dir / "result.json")
+    for folder in ("forests", "checkpoints"):  # what the row was made of is not needed again
+        shutil.rmtree(run_dir / folder)
 
 
 @contextlib.contextmanager
@@ -211,13 +236,16 @@ def held(path: Path) -> Iterator[bool]:
 
 
 def run_queue(args: argparse.Namespace) -> None:
-    queue = read_queue(args.queue)
+    queue, end = read_queue(args.queue), time.time() + args.seconds
+    warm_up(queue)
     collect(queue.name, args.runs)
-    rows = read_rows(queue.name)
-    done = {Cell(**row["cell"]) for row in rows}
+    for old in args.runs.glob("*.failed"):
+        old.unlink()
     for stage in args.stage:
+        rows = read_rows(queue.name)
+        done = {Cell(**row["cell"]) for row in rows}
         cells = [c for c in queue.cells(stage, rows) if c not in done]
-        stop_at = time.time() + args.seconds
+        stop_at = min(end, time.time() + queue.stages[stage].get("seconds", args.seconds))
         print(f"{stage}: {len(cells)} cells to run, {args.workers} at once", flush=True)
         context = multiprocessing.get_context("spawn")
         workers = [
@@ -227,10 +255,14 @@ def run_queue(args: argparse.Namespace) -> None:
             worker.start()
         for worker in workers:
             worker.join()
-        failed = [w.exitcode for w in workers if w.exitcode]
-        total = collect(queue.name, args.runs)
-        print(f"{total} cells on record in {RESULTS / queue.name}.jsonl; {len(failed)} workers failed", flush=True)
-        rows = read_rows(queue.name)
+        if died := sum(worker.exitcode != 0 for worker in workers):
+            print(f"{died} workers died; their logs are {args.runs}/worker-*.log", flush=True)
+        print(f"{collect(queue.name, args.runs)} cells on record in {RESULTS / queue.name}.jsonl", flush=True)
+    failed = sorted(args.runs.glob("*.failed"))
+    for file in failed:
+        print(f"{file.stem} failed: {file.read_text().splitlines()[-1]}", flush=True)
+    if failed:
+        raise SystemExit(1)
 
 
 def main() -> None:
@@ -241,7 +273,7 @@ def main() -> None:
     queue.add_argument("--stage", nargs="+", default=["sweep", "main"])
     queue.add_argument("--workers", type=int, default=1)
     queue.add_argument("--runs", type=Path, default=Path("runs/evidence"))
-    queue.add_argument("--seconds", type=float, default=1e9, help="start no further cell after this")
+    queue.add_argument("--seconds", type=float, default=1e9, help="start no further cell after so many")
     cell = verbs.add_parser("cell", help="run one cell of a queue from scratch and print its row")
     cell.add_argument("queue", type=Path)
     cell.add_argument("preset")

@@ -221,26 +221,73 @@ class TestTables:
         assert (tmp_path / "docs/results.md").read_text() == page
 
 
+QUEUE = """
+name = "q"
+rates = [1e-5, 2e-5]
+[warmup]
+output = "base"
+tokens = 1500
+evaluations = 1
+evaluation_tasks = 2
+workers = 0
+"task.operations" = [2, 2]
+"task.modulus" = 5
+"shape.layers" = 1
+"shape.width" = 32
+"shape.heads" = 2
+"shape.kv-heads" = 1
+[stages.sweep]
+seeds = [3]
+presets = ["demo_grpo"]
+[stages.sweep.overrides]
+"model.path" = "base"
+"run.iterations" = 1
+"algo.prompts" = 1
+"algo.group" = 4
+"evaluation.tasks" = 2
+"evaluation.samples" = 1
+"data.train_tasks" = 8
+"data.tasks.operations" = [2, 2]
+"data.tasks.modulus" = 5
+[stages.main]
+seeds = [0]
+presets = ["demo_grpo", "demo"]
+rates = [1e-5]
+[stages.main.overrides]
+"model.path" = "nowhere"
+"""
+
+
 @pytest.mark.slow
-def test_a_queue_runs_its_cells_once(tmp_path):
-    (tmp_path / "q.toml").write_text(
-        'name = "q"\nrates = [1e-5]\n[stages.sweep]\nseeds = [3]\npresets = ["demo_grpo"]\n[stages.sweep.overrides]\n'
-        '"run.iterations" = 1\n"algo.prompts" = 1\n"algo.group" = 4\n"evaluation.tasks" = 2\n"evaluation.samples" = 1\n'
-        '"data.train_tasks" = 8\n'
-    )
-    command = [sys.executable, str(ROOT / "benchmarks/evidence.py"), "run", "q.toml", "--stage", "sweep"]
-    first = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "sweep: 1 cells to run" in first.stdout
-    (found,) = [json.loads(line) for line in (tmp_path / "docs/results/q.jsonl").read_text().splitlines()]
-    assert found["cell"] == {"stage": "sweep", "preset": "demo_grpo", "seed": 3, "rate": 1e-5}
-    assert found["iterations"] == 1
-    assert found["tokens"] == found["series"]["tokens"][0] > 4 * 20
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+def test_a_queue_makes_its_model_runs_its_cells_once_and_names_those_that_fail(tmp_path):
+    (tmp_path / "q.toml").write_text(QUEUE)
+
+    def command(*stages: str) -> subprocess.CompletedProcess[str]:
+        words = [str(ROOT / "benchmarks/evidence.py"), "run", "q.toml", "--workers", "2", "--stage", *stages]
+        return subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    first = command("sweep")
+    assert first.returncode == 0, first.stderr
+    assert "warm-up of base" in first.stdout
+    assert "sweep: 2 cells to run" in first.stdout
+    found = [json.loads(line) for line in (tmp_path / "docs/results/q.jsonl").read_text().splitlines()]
+    assert [f["cell"] for f in found] == [
+        {"stage": "sweep", "preset": "demo_grpo", "seed": 3, "rate": rate} for rate in (1e-5, 2e-5)
+    ]
+    assert found[0]["iterations"] == 1
+    assert found[0]["tokens"] == found[0]["series"]["tokens"][0] > 4
+    again = command("sweep", "main")  # the first is done, the second has no model
+    assert "warm-up" not in again.stdout
     assert "sweep: 0 cells to run" in again.stdout
+    assert again.returncode == 1
+    named = [line for line in again.stdout.splitlines() if "failed" in line]
+    assert [line.split(" failed")[0] for line in named] == ["main-demo-1e-05-0", "main-demo_grpo-1e-05-0"]
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").glob("evidence_*.toml")), ids=lambda file: file.stem)
 def test_every_cell_of_every_queue_is_a_config_whose_parts_fit(file):
+    from attnrl.cli.flags import read_flags
+    from attnrl.cli.warmup import WarmupFlags
     from attnrl.config import load_config
     from attnrl.launch.parts import check_parts
 
@@ -250,7 +297,10 @@ def test_every_cell_of_every_queue_is_a_config_whose_parts_fit(file):
     for cell in {(c.stage, c.preset): c for c in cells}.values():
         config = load_config(cell.preset, queue.overrides(cell))
         assert config.update.lr == cell.rate
+        assert config.model.path == queue.warmup["output"]
         check_parts(config)
+    flags, _ = read_flags(WarmupFlags, evidence.words(queue.warmup), "", flat="training")
+    assert (flags.training.tokens, flags.task.forks) == (queue.warmup["tokens"], tuple(queue.warmup["task.forks"]))
 
 
 def _swept(presets: list[str]) -> list[dict]:
