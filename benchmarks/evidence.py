@@ -21,6 +21,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,7 @@ import numpy as np
 
 from attnrl.data import tasks
 
-HELD_OUT = "eval/tasks/pass@1"
+HELD_OUT = re.compile(r"eval/(.+)/pass@1")
 RESULTS = Path("docs/results")
 SERIES = {  # of every iteration, for the curves
     "tokens": "generate/total_tokens",
@@ -160,12 +161,13 @@ def result(cell: Cell, run_dir: Path) -> dict[str, Any]:
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     loop = [m for m in metrics if "generate/total_tokens" in m]
     environment = json.loads((run_dir / "environment.json").read_text())
-    measured = [m for m in metrics if HELD_OUT in m]
+    measured = [found for m in metrics if (found := held_out(m))]
     series = {name: [_short(m.get(key)) for m in loop] for name, key in SERIES.items()}
     return {
         "cell": asdict(cell),
-        "before": measured[0][HELD_OUT],
-        "after": measured[-1][HELD_OUT],
+        "before": float(np.mean(list(measured[0].values()))),
+        "after": float(np.mean(list(measured[-1].values()))),
+        "benchmarks": {name: [measured[0][name], measured[-1][name]] for name in measured[-1]},
         "iterations": len(loop),
         "updates": sum(m.get("policy/updates", 0.0) for m in loop),
         "tokens": loop[-1]["generate/total_tokens"],
@@ -177,6 +179,15 @@ def result(cell: Cell, run_dir: Path) -> dict[str, Any]:
         "machine": environment["machine"],
         "versions": environment["versions"],
     }
+
+
+def held_out(metrics: dict[str, float]) -> dict[str, float]:
+    """Benchmark -> accuracy, of an iteration that measured it.
+
+    >>> held_out({"eval/svamp/pass@1": 0.25, "eval/svamp/pass@1_low": 0.2, "iteration": 1.0})
+    {'svamp': 0.25}
+    """
+    return {found[1]: value for key, value in metrics.items() if (found := HELD_OUT.fullmatch(key))}
 
 
 def _short(value: float | None) -> float | None:
@@ -237,9 +248,10 @@ def held(path: Path) -> Iterator[bool]:
 
 def run_queue(args: argparse.Namespace) -> None:
     queue, end = read_queue(args.queue), time.time() + args.seconds
+    runs = args.runs or Path("runs/evidence") / queue.name
     warm_up(queue)
-    collect(queue.name, args.runs)
-    for old in args.runs.glob("*.failed"):
+    collect(queue.name, runs)
+    for old in runs.glob("*.failed"):
         old.unlink()
     for stage in args.stage:
         rows = read_rows(queue.name)
@@ -248,17 +260,15 @@ def run_queue(args: argparse.Namespace) -> None:
         stop_at = min(end, time.time() + queue.stages[stage].get("seconds", args.seconds))
         print(f"{stage}: {len(cells)} cells to run, {args.workers} at once", flush=True)
         context = multiprocessing.get_context("spawn")
-        workers = [
-            context.Process(target=work, args=(n, cells, queue, args.runs, stop_at)) for n in range(args.workers)
-        ]
+        workers = [context.Process(target=work, args=(n, cells, queue, runs, stop_at)) for n in range(args.workers)]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
         if died := sum(worker.exitcode != 0 for worker in workers):
-            print(f"{died} workers died; their logs are {args.runs}/worker-*.log", flush=True)
-        print(f"{collect(queue.name, args.runs)} cells on record in {RESULTS / queue.name}.jsonl", flush=True)
-    failed = sorted(args.runs.glob("*.failed"))
+            print(f"{died} workers died; their logs are {runs}/worker-*.log", flush=True)
+        print(f"{collect(queue.name, runs)} cells on record in {RESULTS / queue.name}.jsonl", flush=True)
+    failed = sorted(runs.glob("*.failed"))
     for file in failed:
         print(f"{file.stem} failed: {file.read_text().splitlines()[-1]}", flush=True)
     if failed:
@@ -272,7 +282,7 @@ def main() -> None:
     queue.add_argument("queue", type=Path)
     queue.add_argument("--stage", nargs="+", default=["sweep", "main"])
     queue.add_argument("--workers", type=int, default=1)
-    queue.add_argument("--runs", type=Path, default=Path("runs/evidence"))
+    queue.add_argument("--runs", type=Path, help="folder of run directories; by default runs/evidence/NAME")
     queue.add_argument("--seconds", type=float, default=1e9, help="start no further cell after so many")
     cell = verbs.add_parser("cell", help="run one cell of a queue from scratch and print its row")
     cell.add_argument("queue", type=Path)

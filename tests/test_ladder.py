@@ -67,6 +67,17 @@ LADDER: list[tuple[str, str, dict[str, tuple[Any, Any]]]] = [
             (treerl, attnrl, {"algo.rule": ("surprisal", "fci"), **ADAPTIVE, **PIPELINE}),
         )
     ),
+    # testbed P: its short responses need a small delta where something reads FCI
+    (
+        "p_grpo",
+        "p_treerl",
+        {"algo.group": (30, 6), "algo.rule": ("none", "surprisal"), "algo.estimator": ("grpo", "tree")},
+    ),
+    (
+        "p_treerl",
+        "p_attnrl",
+        {"algo.rule": ("surprisal", "fci"), "algo.delta": (4, 1), **ADAPTIVE, **PIPELINE},
+    ),
     # testbed S: the ablations, and the rule alone replaced on the tree of TreeRL
     ("s_treerl", "s_treerl_off_policy", PIPELINE),
     ("s_no_filter", "s_attnrl", {"algo.filter": ("all", "attention")}),
