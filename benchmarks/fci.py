@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import subprocess
 import sys
@@ -28,7 +29,8 @@ from triton.runtime.errors import TritonError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "scoring"))
 
-from attnrl.scoring import packed
+from attnrl.attention import paths
+from attnrl.attention.trie import apart
 from attnrl.scoring.plan import Plan, make_plan
 
 DTYPE = torch.bfloat16
@@ -83,8 +85,8 @@ def milliseconds(call: Callable[[], Any], runs: int = 7, warm: int = 3, inner: i
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse, kind = packed.attend(q, k, v, packed.Pack((len(q),)), scale=q.shape[-1] ** -0.5)
-    assert kind == packed.FLASH
+    out, lse, kind = paths.attend(q, k, v, apart((len(q),)), scale=q.shape[-1] ** -0.5)
+    assert kind == paths.FLASH
     assert lse is not None
     return out, lse
 
@@ -250,14 +252,13 @@ def attention(record: dict[str, Any]) -> None:
             torch.randn(sum(lengths), n, head, device="cuda", generator=generator).to(dtype).requires_grad_()
             for n in (6, 2, 2)
         )
-        pack = packed.Pack(lengths)
-        out, lse, kind = packed.attend(q, k, v, pack, scale=head**-0.5, window=window)
+        out, lse, kind = paths.attend(q, k, v, apart(lengths), scale=head**-0.5, window=window)
         grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
         outs, lses = [], []
         q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
-        for start, stop in pack.spans():
+        for start, stop in itertools.pairwise([0, *itertools.accumulate(lengths)]):
             key, value = (x[start:stop].repeat_interleave(3, 1).transpose(0, 1) for x in (k64, v64))
-            s = packed.masked_scores(q64[start:stop].transpose(0, 1), key, 0, 0, head**-0.5, window, None)
+            s = paths.masked_scores(q64[start:stop].transpose(0, 1), key, 0, 0, head**-0.5, window, None)
             outs.append((s.softmax(-1) @ value).transpose(0, 1))
             lses.append(s.logsumexp(-1))
         want = torch.cat(outs)
@@ -460,7 +461,7 @@ def branch(record: dict[str, Any], responses: int = 1000) -> None:
         for turn in range(layers_each):
             q, k, v, _ = layer(shape, sum(lengths), index * 10 + turn)
             q = q * (1 + turn)  # a flat and a peaked layer
-            _, lse, _ = packed.attend(q, k, v, packed.Pack(tuple(lengths)), scale=128**-0.5)
+            _, lse, _ = paths.attend(q, k, v, apart(lengths), scale=128**-0.5)
             sums(q, k, lse, scale=128**-0.5, window=None, softcap=None)
             want, at = [], 0
             for n, steps in zip(lengths, spans, strict=True):

@@ -12,8 +12,8 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnrl.attention.paths import masked_scores
 from attnrl.scoring.fci import fci
-from attnrl.scoring.packed import masked_scores
 
 
 def small_model(seed: int | None) -> transformers.Qwen2ForCausalLM:

@@ -316,7 +316,7 @@ def test_shared_prefixes_that_give_no_number_are_found_and_left(monkeypatch: pyt
     honest = learner_module.pack_logprobs
 
     def broken(model: Any, pack: Any, **options: Any) -> torch.Tensor:
-        return honest(model, pack, **options) * (1.0 if pack.runs is None else float("nan"))
+        return honest(model, pack, **options) * (1.0 if pack.runs.paths_S is None else float("nan"))
 
     monkeypatch.setattr(learner_module, "pack_logprobs", broken)
     found, apart = tiny(), tiny()

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnrl.attention.trie import bins_by_budget
 from attnrl.local.packing import input_length, pack
-from attnrl.scoring.scorer import bins_by_budget
 from attnrl.types import Sample, as_floats, as_ids
 
 
@@ -46,3 +46,17 @@ def test_bins_partition_within_budget(lengths: list[int], budget: int) -> None:
     # first fit: no two bins could be one
     totals = [sum(lengths[i] for i in b) for b in bins]
     assert all(a + b > budget for i, a in enumerate(totals) for b in totals[i + 1 :])
+
+
+def test_predictions_of_shared_tokens_are_made_once() -> None:
+    def sample(response: list[int], advantage: float) -> Sample:
+        values = as_floats(np.full(len(response), advantage))
+        return Sample(as_ids([9, 8]), as_ids(response), values, -values, uid="q")
+
+    p = pack([sample([1, 2, 3], 1.0), sample([1, 2, 4], 2.0)], [0, 1], "cpu", share_prefixes=True)
+    assert p.ids_T.tolist() == [9, 8, 1, 2]  # 3 and 4 are only predicted
+    assert p.expand_N is not None
+    assert p.source_U[p.expand_N].tolist() == [1, 2, 3, 1, 2, 3]
+    assert p.targets_U[p.expand_N].tolist() == [1, 2, 3, 1, 2, 4]
+    assert len(p.source_U) == 4
+    assert p.advantages_N.tolist() == [1, 1, 1, 2, 2, 2]

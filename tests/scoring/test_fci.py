@@ -150,7 +150,7 @@ class Largest(TorchDispatchMode):
 def test_no_square_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("attnrl.scoring.fci")  # the package's name for it is the function
     monkeypatch.setattr(module, "BLOCK_ROWS", 4)
-    monkeypatch.setattr("attnrl.scoring.packed.BLOCK", 4)
+    monkeypatch.setattr("attnrl.attention.paths.BLOCK", 4)
     model = tiny(name)
     sizes = []
     for length in (350, 700):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnrl.attention.interface import Layer
 from attnrl.attention.pages import PAGE, PagePool
 
 try:
@@ -44,10 +45,10 @@ class PagedDecode:
     splits_R: Tensor | None
     scratch: tuple[Tensor, Tensor] | None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+    def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The attention output [R, 1, H, E] for q [R, H, 1, D] and k, v [R, K, 1, D], as transformers asks for it."""
-        self.pool.store(layer, self.slots_T, k[:, :, 0], v[:, :, 0])
-        out_RW = self.read(layer, q[:, :, 0].contiguous(), scaling, window)
+        self.pool.store(layer.index, self.slots_T, k[:, :, 0], v[:, :, 0])
+        out_RW = self.read(layer.index, q[:, :, 0].contiguous(), layer.scale, layer.window)
         return out_RW.view(q.shape[0], 1, q.shape[1], -1)
 
     def stored(self, layer: int) -> None:
@@ -88,11 +89,11 @@ class PagedPrefill:
     table_JM: Tensor  # int32
     blocks_B4: Tensor  # int32: first packed query, queries, position of the first, path
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+    def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The attention output [1, T, H, E] for q [1, H, T, D] and k, v [1, K, T, D], as transformers asks for it."""
-        self.pool.store(layer, self.slots_T, k[0].transpose(0, 1), v[0].transpose(0, 1))
-        self.stored(layer)
-        out_TW = self.read(layer, q[0].transpose(0, 1).contiguous(), scaling, window)
+        self.pool.store(layer.index, self.slots_T, k[0].transpose(0, 1), v[0].transpose(0, 1))
+        self.stored(layer.index)
+        out_TW = self.read(layer.index, q[0].transpose(0, 1).contiguous(), layer.scale, layer.window)
         return out_TW.view(1, q.shape[2], q.shape[1], -1)
 
     def stored(self, layer: int) -> None:

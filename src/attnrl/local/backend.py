@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from rich.progress import Progress, TaskID
 
+from attnrl.attention.decoder import check_head, check_model
 from attnrl.config import Config
 from attnrl.errors import ConfigError, MissingFileError
 from attnrl.local.learner import Learner
@@ -18,8 +19,6 @@ from attnrl.local.models import add_lora, is_lora, load_weights, plain, quiet, s
 from attnrl.local.sampler import Sampler
 from attnrl.local.vllm_sampler import VllmSampler
 from attnrl.scoring import ScoreReport, score
-from attnrl.scoring.entropy import check_head
-from attnrl.scoring.packed import check_model
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
 
 MODEL, ADAPTER, STATE = "model", "adapter", "learner.pt"  # what `save` writes into a checkpoint

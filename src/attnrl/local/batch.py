@@ -34,11 +34,11 @@ from attnrl.attention.pages import (
     pages_for,
     shared_rows,
 )
+from attnrl.attention.trie import Trie, common_prefix, continue_trie, sorted_rows
 from attnrl.local.draw import uniforms
 from attnrl.local.forward import Forward, draw_column
 from attnrl.local.graphs import Graphs
 from attnrl.local.layout import lay_out
-from attnrl.local.prefill import PrefillPlan, lexicographic, plan_prefill, shared_prefix
 from attnrl.local.rows import RowTable
 from attnrl.local.stats import SamplerStats, length_bucket, step_rows
 from attnrl.types import Ids, Request, Sampling, as_ids
@@ -125,7 +125,7 @@ class PagedBatch:
         self._forward.refresh()
         stats.rows, stats.fused, stats.cuda_graph = wanted, self._forward.fused is not None, self._graphs.enabled
         self.table = RowTable(requests, wanted)
-        self.waiting = lexicographic([as_ids(r.context) for r in requests])
+        self.waiting = sorted_rows([as_ids(r.context) for r in requests])
 
     def close(self) -> None:
         """Ends a call, whole or broken off."""
@@ -216,12 +216,11 @@ class PagedBatch:
         fitting = self._fitting(contexts)
         if not fitting:
             return 0
-        plan = plan_prefill(
-            contexts[:fitting], None if self._carry is None else self._carry.context, self.prefill_tokens
-        )
-        taken = len(plan.paths)
+        carried = None if self._carry is None else self._carry.context
+        trie = continue_trie(contexts[:fitting], carried, self.prefill_tokens)
+        taken = len(trie.paths)
         chosen = np.array(candidates[:taken], np.int64)
-        pages, logits_NV = self._forward_contexts(contexts[:taken], plan)
+        pages, logits_NV = self._forward_contexts(contexts[:taken], trie)
         before = table.resumed[chosen]
         ids_N, logprobs_N = self._first_draw(logits_NV, table.streams[chosen], before, sampling)
         ended = table.record(chosen, before, ids_N[:, None], logprobs_N[:, None], self._stops_V)
@@ -235,9 +234,9 @@ class PagedBatch:
                 row, count = next(places), len(pages[i])
                 self._pages_RM[row, :count], self._held_R[row] = pages[i], count
         self._look = 0
-        self.stats.prefills += bool(len(plan.tokens))
-        self.stats.prefilled_tokens += len(plan.tokens)
-        self.stats.saved_tokens += int(lengths.sum()) - len(plan.tokens)
+        self.stats.prefills += bool(len(trie.ids_T))
+        self.stats.prefilled_tokens += len(trie.ids_T)
+        self.stats.saved_tokens += int(lengths.sum()) - len(trie.ids_T)
         self.stats.prefill_seconds += time.perf_counter() - begin
         return taken
 
@@ -247,7 +246,7 @@ class PagedBatch:
         previous = np.zeros(0, np.int32) if self._carry is None else self._carry.context
         free = pool.free - self.table.count
         for count, context in enumerate(contexts):
-            shared = shared_prefix(previous, context)
+            shared = common_prefix(previous, context)
             free -= pages_for(len(context)) - shared // PAGE + 1
             if free < 0:
                 if count or self.table.count:
@@ -257,14 +256,14 @@ class PagedBatch:
             previous = context
         return len(contexts)
 
-    def _forward_contexts(self, contexts: list[Ids], plan: PrefillPlan) -> tuple[list[Pages], Tensor]:
+    def _forward_contexts(self, contexts: list[Ids], trie: Trie) -> tuple[list[Pages], Tensor]:
         """Each context's pages, filled, and its next-token logits [N, V]. The last one becomes the carry."""
         carry = self._carry
         before = None if carry is None else (carry.context, carry.pages)
-        pages, attention = lay_out(self._held(), before, contexts, plan)
-        if len(plan.tokens):
-            tokens, positions = (torch.from_numpy(a).to(self.device) for a in (plan.tokens, plan.positions))
-            ends = torch.tensor(plan.ends, device=self.device)
+        pages, attention = lay_out(self._held(), before, contexts, trie)
+        if len(trie.ids_T):
+            tokens, positions = (torch.from_numpy(a).to(self.device) for a in (trie.ids_T, trie.positions_T))
+            ends = torch.tensor(trie.ends, device=self.device)
             fresh_NV = self._forward.logits(tokens, positions, attention, ends)
             first = torch.zeros_like(fresh_NV[:1]) if carry is None else carry.logits_V[None]
             logits_NV = torch.cat([first, fresh_NV])
@@ -275,8 +274,8 @@ class PagedBatch:
             logits_NV = carry.logits_V[None]
         kept = self._held().share(pages[-1])
         self._forget_carry()
-        self._carry = _Carry(contexts[-1], kept, logits_NV[plan.logits[-1]].clone())
-        return pages, logits_NV[torch.tensor(plan.logits, device=self.device)]
+        self._carry = _Carry(contexts[-1], kept, logits_NV[trie.run_of[-1]].clone())
+        return pages, logits_NV[torch.tensor(trie.run_of, device=self.device)]
 
     def _first_draw(
         self, logits_NV: Tensor, streams: Ints, index: Ints, sampling: Sampling
@@ -342,7 +341,7 @@ class PagedBatch:
         self._held().drop(self._row_pages(table.count - 1))
         self.waiting.append(table.put_back(table.count - 1))
         contexts = [table.so_far(i, as_ids(self._requests[i].context)) for i in self.waiting]
-        self.waiting = [self.waiting[i] for i in lexicographic(contexts)]
+        self.waiting = [self.waiting[i] for i in sorted_rows(contexts)]
         self.stats.put_back += 1
         self._look = 0
 

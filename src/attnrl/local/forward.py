@@ -5,22 +5,61 @@ Shapes: T tokens, R rows, V vocabulary, C columns of the output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attnrl.attention.decoder import evaluating
+from attnrl.attention.interface import Layer, attending
 from attnrl.attention.paged import has_kernels
 from attnrl.attention.pages import LayerShape, PagePool, pages_for, slots_of
-from attnrl.local.cache import attending, sampling_mode
+from attnrl.errors import ConfigError
 from attnrl.local.draw import draw
 from attnrl.local.fused import FusedDecoder, Recorded, agrees, fuse
 from attnrl.local.layout import prefill_attention, query_blocks
 from attnrl.types import Sampling
 
 _TEXT = 40  # tokens over which the fused forward is compared with the model's own
+
+
+@contextmanager
+def sampling_mode(model: nn.Module) -> Iterator[None]:
+    """Within it the model is in eval mode, keeps no gradients and is open to our attention; restored afterwards."""
+    # With a mask, the memory-efficient kernel is the fused one; cuDNN would build a plan for every new shape.
+    cuda = next(model.parameters()).device.type == "cuda"
+    kernels = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if cuda else nullcontext()
+    with evaluating(model), attending(model, None), kernels:
+        yield
+
+
+class ProbeAttention:
+    """Learns the layers' shapes and dtype from one forward over one token."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.dtype = torch.float32
+
+    def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer.softcap is not None:
+            raise ConfigError("the model's attention uses `softcap`, which the local sampler does not compute")
+        if layer.index in self.shapes:
+            raise ConfigError(f"the model runs attention layer {layer.index} twice in a pass; the local sampler cannot")
+        self.shapes[layer.index] = LayerShape(k.shape[1], k.shape[3], v.shape[3])
+        self.dtype = k.dtype
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2)
+
+    def layers(self) -> tuple[LayerShape, ...]:
+        if sorted(self.shapes) != list(range(len(self.shapes))) or not self.shapes:
+            raise ConfigError(
+                "the model does not run its attention through transformers' attention interface, so the local sampler "
+                "cannot cache it; use a decoder-only model with `_supports_attention_backend`"
+            )
+        return tuple(self.shapes[layer] for layer in range(len(self.shapes)))
 
 
 class Forward:
@@ -50,7 +89,7 @@ class Forward:
             hidden_TW = self.fused.hidden(tokens_T, positions_T, plan)
             logits: Tensor = self.model.get_output_embeddings()(hidden_TW if ends is None else hidden_TW[ends])
             return logits
-        with attending(plan):
+        with attending(self.model, plan):
             if ends is None:
                 tokens_R1, positions_R1 = tokens_T[:, None], positions_T[:, None]
                 logits = self.model(input_ids=tokens_R1, position_ids=positions_R1, use_cache=False).logits

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnrl.attention.interface import AttentionPlan, Layer
 from attnrl.attention.paged import has_kernels
 from attnrl.attention.pages import PagePool
 
@@ -42,14 +43,13 @@ class Paged(Protocol):
 class Recorded:
     """A plan over pages that also remembers each layer's scale and window, as the model passes them."""
 
-    def __init__(self, plan: Any) -> None:
+    def __init__(self, plan: AttentionPlan) -> None:
         self.plan = plan
         self.settings: dict[int, tuple[float, int | None]] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        self.settings[layer] = (scaling, window)
-        out: Tensor = self.plan.attend(layer, q, k, v, scaling, window)
-        return out
+    def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.settings[layer.index] = (layer.scale, layer.window)
+        return self.plan.attend(layer, q, k, v)
 
 
 def _children(module: nn.Module) -> set[str]:

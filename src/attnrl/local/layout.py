@@ -10,26 +10,27 @@ import torch
 
 from attnrl.attention.paged import QUERY_BLOCK, PagedPrefill
 from attnrl.attention.pages import PAGE, Ints, PagePool, Pages, pages_for, slots_of
-from attnrl.local.prefill import PrefillPlan
+from attnrl.attention.trie import Trie
 from attnrl.types import Ids
 
 
 def lay_out(
-    pool: PagePool, carried: tuple[Ids, Pages] | None, contexts: list[Ids], plan: PrefillPlan
+    pool: PagePool, carried: tuple[Ids, Pages] | None, contexts: list[Ids], trie: Trie
 ) -> tuple[list[Pages], PagedPrefill]:
-    """Pages for each of the plan's contexts, taken from the pool, and the attention that fills them.
+    """Pages for each of the trie's contexts, taken from the pool, and the attention that fills them.
 
     A context holds the whole pages that it has in common with the one before it. Of a page that only begins alike, the
     beginning is copied: each row writes into its last page.
     """
     before = np.zeros(0, np.int32) if carried is None else carried[1]
     offset = 0 if carried is None else len(carried[0])
-    slots_P = np.zeros(offset + len(plan.tokens), np.int64)  # where each carried and packed token lies first
+    slots_P = np.zeros(offset + len(trie.ids_T), np.int64)  # where each carried and packed token lies first
     slots_P[:offset] = slots_of(before, np.arange(offset))
     pages: list[Pages] = []
     copied: list[Ints] = []
     blocks: list[Ints] = []
-    for i, (context, path, shared) in enumerate(zip(contexts, plan.paths, plan.shared, strict=True)):
+    for i, (context, path, new) in enumerate(zip(contexts, trie.paths, trie.fresh, strict=True)):
+        shared = len(context) - new
         whole = shared // PAGE
         mine = np.concatenate([pool.share(before[:whole]), pool.take(pages_for(len(context)) - whole)])
         positions = np.arange(whole * PAGE, len(context))
@@ -37,7 +38,7 @@ def lay_out(
         again = shared - whole * PAGE
         copied.append(np.stack([slots_P[path[positions[:again]]], places[:again]]))
         slots_P[path[positions[again:]]] = places[again:]
-        if shared < len(context):
+        if new:
             blocks.append(query_blocks(int(path[shared]) - offset, shared, len(context), i))
         pages.append(mine)
         before = mine

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from attnrl.algo.minibatches import plan_minibatches
+from attnrl.attention.paths import can_share
+from attnrl.attention.trie import bins_by_budget, fill_shared_bins
 from attnrl.config import UpdateConfig
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.local.learn import LearningDecoder, gradient_gap, learning_decoder
@@ -23,10 +25,8 @@ from attnrl.local.logprobs import pack_logprobs, packed_hidden, token_logprobs
 from attnrl.local.models import is_lora, plain, without_adapters
 from attnrl.local.optimizer import MasterAdamW
 from attnrl.local.packing import Pack, input_ids, input_length, pack
-from attnrl.local.shared import can_share, fill_shared_bins
 from attnrl.policy.objective import LossSums, loss_sums, objective
 from attnrl.policy.rates import learning_rate
-from attnrl.scoring.scorer import bins_by_budget
 from attnrl.types import Sample
 
 ROUNDING = {

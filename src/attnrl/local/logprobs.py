@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from attnrl.attention.decoder import logits_head
+from attnrl.attention.paths import path_attention
 from attnrl.local.models import head_logits, plain
 from attnrl.local.packing import Pack
-from attnrl.local.shared import shared_attention
-from attnrl.scoring.entropy import logits_head
-from attnrl.scoring.packed import packed_attention
 
 CHUNK_ELEMENTS = 2**27  # of float32 logits held at once when no chunk size is given: 512 MiB
 
@@ -41,8 +40,7 @@ def packed_hidden(model: Any, pack: Pack, fused: Fused | None = None) -> Iterato
     A context, because gradient checkpointing runs the layers again during `backward`: call it inside.
     """
     hf = plain(model)
-    attention = packed_attention(hf, pack.lengths) if pack.runs is None else shared_attention(hf, pack.runs)
-    with attention:
+    with path_attention(hf, pack.runs):
         if fused is not None:
             yield fused.hidden(pack.ids_T, pack.positions_T)
             return

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnrl.attention.decoder import logits_head
 from attnrl.config import ModelConfig
 from attnrl.data.files import unreachable
 from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
-from attnrl.scoring.entropy import logits_head
 
 # Any of these makes a directory one with a tokenizer: the fast form, or the vocabulary of a slow one.
 TOKENIZER_FILES = (

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnrl.local.shared import Runs, end_to_end, make_trie
+from attnrl.attention.trie import Runs, make_trie
 from attnrl.types import Ids, Sample, as_ids
 
 
@@ -23,8 +23,8 @@ class Pack:
     """One microbatch: sequences laid end to end, and which positions predict a token that carries loss.
 
     Position `source_U[i]` of the pack predicts the token `targets_U[i]`, so no logits of other positions are needed.
-    With shared prefixes, `runs` says how the sequences lie in the pack, and loss tokens of several samples may come
-    from one prediction: `expand_N` says which.
+    `runs` says how the sequences lie in the pack. With shared prefixes, loss tokens of several samples may come from
+    one prediction: `expand_N` says which.
     """
 
     ids_T: Tensor  # int64
@@ -36,7 +36,7 @@ class Pack:
     behaviour_N: Tensor  # float32, log-probs of the policy that drew each token
     rows: tuple[int, ...]  # which samples, in order
     counts: tuple[int, ...]  # loss tokens of each of these samples
-    runs: Runs | None = None
+    runs: Runs
     expand_N: Tensor | None = None  # int64, into U; None: one prediction per loss token, in order
 
     @property
@@ -76,7 +76,7 @@ def pack(
 ) -> Pack:
     """The samples `rows` on the device, end to end, or sorted with each shared prefix laid out once."""
     sequences = [input_ids(samples[row]).astype(np.int64) for row in rows]
-    trie = make_trie(sequences) if share_prefixes else end_to_end(sequences)
+    trie = make_trie(sequences, share=share_prefixes)
     rows = [rows[i] for i in trie.order]
     chosen = [samples[row] for row in rows]
     offsets = [loss_positions(sample) for sample in chosen]
@@ -105,6 +105,6 @@ def pack(
         behaviour_N=values("logprobs"),
         rows=tuple(rows),
         counts=tuple(map(len, offsets)),
-        runs=trie.runs(device) if share_prefixes else None,
+        runs=trie.runs(device),
         expand_N=None if expand is None else tensor(expand),
     )

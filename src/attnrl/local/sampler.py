@@ -1,7 +1,7 @@
 """The local sampler: rollouts from any token context, for any Hugging Face decoder-only model.
 
 Requests wait in lexicographic order of their contexts, so that trunks of one prompt and branches of one trunk are
-prefilled together and each shared token once (`prefill.py`). Running rows draw one token a step. A finished row
+prefilled together and each shared token once (`attention/trie.py`). Running rows draw one token a step. A finished row
 leaves the batch and waiting requests are admitted behind the others. What is drawn for a request depends on its
 context, its seed, the sampling and the weights alone, up to the rounding of matrix products of another size.
 
@@ -21,18 +21,17 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from attnrl.attention.decoder import lone_from
+from attnrl.attention.interface import attending
 from attnrl.attention.pages import LayerShape
 from attnrl.errors import ConfigError, DataError
 from attnrl.local.batch import PagedBatch
-from attnrl.local.cache import ProbeAttention, attending, sampling_mode
 from attnrl.local.draw import check_sampling
+from attnrl.local.forward import ProbeAttention, sampling_mode
 from attnrl.local.rows import RowTable
 from attnrl.local.slots import SlotBatch
 from attnrl.local.stats import SamplerStats
-from attnrl.scoring.packed import lone_from
 from attnrl.types import Request, Rollout, Sampling
-
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class Batch(Protocol):
@@ -180,11 +179,8 @@ class Sampler:
 
     def _probe_model(self) -> tuple[tuple[LayerShape, ...], torch.dtype]:
         """Shapes and dtype of the cache, from one forward over one token; raises where the model cannot be cached."""
-        types = set(getattr(self.model.config, "layer_types", None) or ()) - _LAYER_TYPES
-        if types:
-            raise ConfigError(f"the local sampler cannot cache layers of type {', '.join(sorted(types))}")
         probe = ProbeAttention()
-        with sampling_mode(self.model), attending(probe):
+        with sampling_mode(self.model), attending(self.model, probe):
             one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
             self.model(input_ids=one, position_ids=one, use_cache=False)
         return probe.layers(), probe.dtype

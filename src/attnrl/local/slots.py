@@ -17,10 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attnrl.attention.interface import attending
 from attnrl.attention.pages import Ints, LayerShape, bytes_per_token
-from attnrl.local.cache import Blocks, DecodeAttention, KVCache, attending, row_blocks
+from attnrl.attention.slots import Blocks, DecodeAttention, KVCache, row_blocks
+from attnrl.attention.trie import sorted_rows
 from attnrl.local.draw import draw, uniforms
-from attnrl.local.prefill import Carry, lexicographic, prefill
+from attnrl.local.prefill import Carry, prefill
 from attnrl.local.rows import RowTable
 from attnrl.local.stats import SamplerStats, length_bucket, row_bucket
 from attnrl.types import Request, Sampling, as_ids
@@ -82,7 +84,7 @@ class SlotBatch:
         if self._cache is not None and self._cache.rows < rows:
             self.release()
         self.table = RowTable(requests, rows)
-        self.waiting = lexicographic([as_ids(r.context) for r in requests])
+        self.waiting = sorted_rows([as_ids(r.context) for r in requests])
 
     def close(self) -> None:
         """Ends a call."""
@@ -104,7 +106,7 @@ class SlotBatch:
         table = self.table
         contexts = [as_ids(self._requests[i].context) for i in candidates]
         done = prefill(self.model, contexts, self._carry, self.prefill_tokens, self.device)
-        taken = len(done.plan.paths)
+        taken = len(done.trie.paths)
         chosen = np.array(candidates[:taken], np.int64)
         streams = torch.from_numpy(table.streams[chosen]).to(self.device)
         ids, logprobs = draw(done.logits_NV, uniforms(streams, torch.zeros_like(streams)), sampling)
@@ -113,7 +115,7 @@ class SlotBatch:
         ended = table.record(chosen, nothing, first[:, None], logprobs.cpu().numpy()[:, None], self._stops_V)
         goes_on = np.flatnonzero(~ended)
         if len(goes_on):
-            paths = [done.plan.paths[i] for i in goes_on]
+            paths = [done.trie.paths[i] for i in goes_on]
             lengths = np.array([len(path) for path in paths], np.int64)
             places = table.append(chosen[goes_on], first[goes_on], lengths)
             cache = self._cache_for(int(lengths.max()) + self.check_every)
@@ -122,9 +124,9 @@ class SlotBatch:
             self._tidy(cache)
             self._place()
         self._carry = done.carry
-        self.stats.prefills += bool(len(done.plan.tokens))
-        self.stats.prefilled_tokens += len(done.plan.tokens)
-        self.stats.saved_tokens += sum(map(len, contexts[:taken])) - len(done.plan.tokens)
+        self.stats.prefills += bool(len(done.trie.ids_T))
+        self.stats.prefilled_tokens += len(done.trie.ids_T)
+        self.stats.saved_tokens += sum(map(len, contexts[:taken])) - len(done.trie.ids_T)
         self.stats.prefill_seconds += time.perf_counter() - begin
         return taken
 
@@ -180,7 +182,7 @@ class SlotBatch:
         rows = blocks[-1][1]
         tokens_R, lengths_R, streams_R, drawn_R = self._state_4R[:, :rows]
         position_R = lengths_R if self._last_position is None else lengths_R.clamp(max=self._last_position)
-        with attending(DecodeAttention(cache, lengths_R, blocks)):
+        with attending(self.model, DecodeAttention(cache, lengths_R, blocks)):
             logits_R1V: Tensor = self.model(
                 input_ids=tokens_R[:, None], position_ids=position_R[:, None], use_cache=False
             ).logits

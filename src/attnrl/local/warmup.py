@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
+from attnrl.attention.trie import apart
 from attnrl.config import Section, TaskConfig
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.local.examples import Example, Examples, Recipe, Source, lay_out
@@ -377,6 +378,7 @@ def _packs(batch: Examples, device: torch.device, tokens: int | None) -> list[Pa
                 ids_T=tensor(batch.ids_T[low:high]),
                 positions_T=tensor(np.concatenate([np.arange(n) for n in lengths])),
                 lengths=lengths,
+                runs=apart(lengths),
                 source_U=tensor(batch.source_N[kept] - low),
                 targets_U=tensor(batch.targets_N[kept]),
                 advantages_N=nothing,

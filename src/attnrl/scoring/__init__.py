@@ -3,8 +3,8 @@
 `fci(model, input_ids, step_spans)` works alone on any Hugging Face decoder; `score` serves the trainer.
 """
 
+from attnrl.attention.paths import attention_kind, packed_attention, packed_positions
 from attnrl.scoring.fci import fci, position_null
-from attnrl.scoring.packed import attention_kind, packed_attention, packed_positions
 from attnrl.scoring.scorer import ScoreReport, rank_correlation, score
 
 __all__ = [

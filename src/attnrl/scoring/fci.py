@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from attnrl.algo import position
+from attnrl.attention.decoder import body_of, evaluating
+from attnrl.attention.paths import Collector, PathAttention, masked_scores, packed_attention, packed_positions
 from attnrl.errors import ConfigError, DataError
-from attnrl.scoring.packed import Collector, Pack, masked_scores, packed_attention, packed_positions
 from attnrl.scoring.plan import KeyReduce, Plan, Span, make_plan
 from attnrl.types import Floats, Step
 
@@ -193,35 +194,20 @@ def fci(
 
 def run_body(
     model: torch.nn.Module, ids_T: NDArray[np.integer[Any]], lengths: Sequence[int], collector: Collector | None
-) -> tuple[torch.Tensor, Pack]:
+) -> tuple[torch.Tensor, PathAttention]:
     """One forward of the model below its head over packed sequences, without gradients and dropout.
 
     Returns the hidden states [T, width] and what attention did.
     """
     device = next(model.parameters()).device
     ids = torch.from_numpy(ids_T.astype(np.int64))[None].to(device)
-    training = [module for module in model.modules() if module.training] if model.training else []
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad(), packed_attention(model, lengths, collector=collector) as pack:
-            out = body_of(model)(
-                input_ids=ids, position_ids=packed_positions(lengths, device), attention_mask=None, use_cache=False
-            )
-    finally:
-        for module in training:
-            module.training = True
+    with evaluating(model), packed_attention(model, lengths, collector=collector) as pack:
+        out = body_of(model)(
+            input_ids=ids, position_ids=packed_positions(lengths, device), attention_mask=None, use_cache=False
+        )
     if pack.calls == 0:
         raise ConfigError(f"{type(model).__name__} never called transformers' attention interface")
     return out.last_hidden_state[0], pack
-
-
-def body_of(model: torch.nn.Module) -> torch.nn.Module:
-    """The decoder below the language-model head; adapters (LoRA) stay in place, since they live inside its layers."""
-    inner: Any = model
-    if hasattr(inner, "get_base_model"):
-        inner = inner.get_base_model()
-    return cast(torch.nn.Module, getattr(inner, inner.base_model_prefix, inner))
 
 
 def _is_single(input_ids: Any) -> bool:

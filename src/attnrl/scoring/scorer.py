@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from rich.progress import Progress
 
+from attnrl.attention.decoder import check_head, lone_from
+from attnrl.attention.trie import bins_by_budget
 from attnrl.errors import DataError
-from attnrl.scoring.entropy import check_head, logprobs_and_entropy
+from attnrl.scoring.entropy import logprobs_and_entropy
 from attnrl.scoring.fci import Sums, check_ids, make_sums, run_body, split_steps
-from attnrl.scoring.packed import lone_from
 from attnrl.scoring.plan import KeyReduce, make_plan
 from attnrl.types import ScoreRequest, Scores
 
@@ -85,31 +86,6 @@ class _Clock:
         if self.cuda:
             return float(sum(a.elapsed_time(b) for a, b in self.spans)) / 1000.0
         return float(sum(b - a for a, b in self.spans))
-
-
-def bins_by_budget(lengths: Sequence[int], budget: int, lone: int | None = None) -> list[list[int]]:
-    """Indices grouped into packs of at most `budget` tokens, longest first.
-
-    A sequence longer than the budget, or than `lone`, has a pack of its own.
-
-    >>> bins_by_budget([3, 9, 5, 4], 8)
-    [[1], [2, 0], [3]]
-    """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if lone is not None and lengths[index] > lone:
-            bins.append([index])
-            room.append(0)
-            continue
-        fits = next((b for b, left in enumerate(room) if left >= lengths[index]), None)
-        if fits is None:
-            bins.append([index])
-            room.append(budget - lengths[index])
-        else:
-            bins[fits].append(index)
-            room[fits] -= lengths[index]
-    return bins
 
 
 def score(

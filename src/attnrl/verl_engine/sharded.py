@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from attnrl import scoring
+from attnrl.attention.decoder import check_head, lone_from
+from attnrl.attention.paths import path_attention
+from attnrl.attention.trie import bins_by_budget
 from attnrl.config import UpdateConfig
 from attnrl.local.learner import UpdateMetrics
 from attnrl.local.logprobs import token_logprobs
 from attnrl.local.packing import Pack, pack
-from attnrl.local.shared import shared_attention
 from attnrl.policy.objective import LossSums, Objective, loss_sums
-from attnrl.scoring.entropy import check_head
-from attnrl.scoring.packed import lone_from, packed_attention
-from attnrl.scoring.scorer import ScoreReport, bins_by_budget
+from attnrl.scoring.scorer import ScoreReport
 from attnrl.types import Sample, ScoreRequest, Scores, Scoring, Step, as_floats, as_ids
 
 FILLER = Sample(as_ids([0]), as_ids([0]), as_floats([0.0]), as_floats([0.0]), "")
@@ -216,7 +216,7 @@ class Rank:
 
 def attention_of(module: Any, p: Pack) -> AbstractContextManager[Any]:
     """The pack's attention; open through backward, since gradient checkpointing attends again."""
-    return packed_attention(module, p.lengths) if p.runs is None else shared_attention(module, p.runs)
+    return path_attention(module, p.runs)
 
 
 def together(ranks: Sequence[UpdateMetrics]) -> UpdateMetrics:

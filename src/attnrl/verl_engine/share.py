@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from attnrl.attention.trie import bins_by_budget, fill_shared_bins
 from attnrl.local.packing import input_ids
-from attnrl.local.shared import fill_shared_bins
-from attnrl.scoring.scorer import bins_by_budget
 from attnrl.types import Sample
 
 

@@ -20,13 +20,13 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
+from attnrl.attention.decoder import check_model
+from attnrl.attention.paths import can_share
 from attnrl.config import UpdateConfig
 from attnrl.errors import ConfigError
 from attnrl.local.learner import UpdateMetrics
-from attnrl.local.shared import can_share
 from attnrl.policy.objective import objective
 from attnrl.policy.rates import learning_rate
-from attnrl.scoring.packed import check_model
 from attnrl.scoring.scorer import ScoreReport
 from attnrl.types import Sample, ScoreRequest, Scores, Scoring
 from attnrl.verl_engine import sharded

@@ -1,4 +1,4 @@
-"""The trie prefill and the K/V cache, against brute force."""
+"""Prefill over a trie with a carry, and the K/V cache, against brute force."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnrl.attention.interface import Layer
 from attnrl.attention.pages import LayerShape, bytes_per_token
-from attnrl.local.cache import (
-    QUERY_BLOCK,
-    DecodeAttention,
-    Job,
-    KVCache,
-    PrefillAttention,
-)
-from attnrl.local.prefill import lexicographic, plan_prefill
+from attnrl.attention.prefill import QUERY_BLOCK, PrefillAttention
+from attnrl.attention.slots import DecodeAttention, KVCache
+from attnrl.attention.trie import continue_trie, make_trie, sorted_rows
 from attnrl.types import as_ids
 
 CPU = torch.device("cpu")
@@ -34,54 +30,26 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, win
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-@given(CONTEXTS, st.integers(1, 12), st.booleans())
-def test_a_plan_holds_every_distinct_prefix_once(lists: list[list[int]], budget: int, carrying: bool) -> None:
-    """Over all batches, each trie node (a distinct prefix) is packed exactly once, and each path spells its context."""
-    contexts = [as_ids(lists[i]) for i in lexicographic([as_ids(c) for c in lists])]
-    carried = None
-    seen: list[tuple[int, ...]] = []
-    while contexts:
-        plan = plan_prefill(contexts, carried, budget)
-        count = len(plan.paths)
-        assert count >= 1
-        tokens = np.concatenate([[] if carried is None else carried, plan.tokens]).astype(int)
-        offset = 0 if carried is None else len(carried)
-        for context, path, logit in zip(contexts[:count], plan.paths, plan.logits, strict=True):
-            assert tokens[path].tolist() == context.tolist()
-            last = path[-1] - offset
-            assert (logit == 0 and last == -1) if logit == 0 else plan.ends[logit - 1] == last
-        for job in plan.jobs:
-            spelled = tokens[job.path].tolist()
-            seen += [tuple(spelled[: len(spelled) - (job.stop - i) + 1]) for i in range(job.start, job.stop)]
-            assert plan.positions[job.start : job.stop].tolist() == list(
-                range(len(spelled) - job.stop + job.start, len(spelled))
-            )
-        carried = contexts[count - 1]
-        contexts = contexts[count:]
-    assert len(seen) == len(set(seen))
-    assert set(seen) == {tuple(c[:n]) for c in lists for n in range(1, len(c) + 1)}
-
-
 @settings(max_examples=25, deadline=None)
 @given(CONTEXTS, st.sampled_from([None, 1, 3]), st.integers(0, 1000))
 def test_trie_attention_equals_dense_attention_of_each_context(
     lists: list[list[int]], window: int | None, seed: int
 ) -> None:
-    contexts = [as_ids(lists[i]) for i in lexicographic([as_ids(c) for c in lists])]
+    contexts = [as_ids(lists[i]) for i in sorted_rows([as_ids(c) for c in lists])]
     carried = contexts[0]
-    plan = plan_prefill(contexts, carried, 1000)
+    trie = continue_trie(contexts, carried, 1000)
     rng = torch.Generator().manual_seed(seed)
-    total = len(carried) + len(plan.tokens)
+    total = len(carried) + len(trie.ids_T)
     q = torch.randn(total, 4, 8, generator=rng)
     k, v = torch.randn(total, 2, 8, generator=rng), torch.randn(total, 2, 6, generator=rng)
-    if not len(plan.tokens):
+    if not len(trie.ids_T):
         return
     n = len(carried)
-    attention = PrefillAttention(plan.jobs, ([k[:n]], [v[:n]]), CPU)
+    attention = PrefillAttention(trie, ([k[:n]], [v[:n]]), CPU)
     packed = (x[n:].transpose(0, 1)[None] for x in (q, k, v))
-    out = attention.attend(0, *packed, 0.3, window)[0]
+    out = attention.attend(Layer(0, 0.3, window), *packed)[0]
     assert torch.equal(attention.keys[0], k)
-    for path in plan.paths:
+    for path in trie.paths:
         expected = dense(q[path], k[path], v[path], 0.3, window)
         own = path >= n
         np.testing.assert_allclose(out[path[own] - n].numpy(), expected[torch.from_numpy(own)].numpy(), atol=1e-5)
@@ -90,9 +58,9 @@ def test_trie_attention_equals_dense_attention_of_each_context(
 def test_a_context_longer_than_a_query_block_is_attended_in_blocks() -> None:
     rng = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 1100, 8, generator=rng) for _ in range(3))
-    attention = PrefillAttention([Job(0, 1100, np.arange(1100))], None, CPU)
+    attention = PrefillAttention(make_trie([np.arange(1100)]), None, CPU)
     assert max(batch.query_NQ.shape[1] for batch in attention.batches) == QUERY_BLOCK
-    out = attention.attend(0, q, k, v, 0.3, None)[0]
+    out = attention.attend(Layer(0, 0.3), q, k, v)[0]
     expected = dense(*(x[0].transpose(0, 1) for x in (q, k, v)), 0.3, None)
     np.testing.assert_allclose(out.numpy(), expected.numpy(), atol=1e-5)
 
@@ -113,7 +81,7 @@ def test_decode_attention_equals_dense_attention_row_by_row(window: int | None, 
     k = torch.stack([keys[r, :, n] for r, n in enumerate(lengths)])[:, :, None].to(dtype)
     v = torch.stack([values[r, :, n] for r, n in enumerate(lengths)])[:, :, None].to(dtype)
     blocks = ((0, 2, 4), (2, 3, 12)) if window else ((0, 3, 12),)
-    out = DecodeAttention(cache, lengths, blocks).attend(0, q, k, v, 0.3, window)
+    out = DecodeAttention(cache, lengths, blocks).attend(Layer(0, 0.3, window), q, k, v)
     for row, length in enumerate(lengths.tolist()):
         queries = torch.zeros(length + 1, 6, 8, dtype=dtype)
         queries[-1] = q[row, :, 0]

@@ -8,9 +8,11 @@ import pytest
 import torch
 from fci_oracle import CONFIGS, longrope_model, of_family, sinks_model, tiny
 
+from attnrl.attention import interface, paths
+from attnrl.attention.decoder import lone_from
+from attnrl.attention.paths import attend, attention_kind, packed_attention, packed_positions
+from attnrl.attention.trie import apart
 from attnrl.errors import ConfigError
-from attnrl.scoring import packed
-from attnrl.scoring.packed import Pack, attend, attention_kind, packed_attention, packed_positions
 
 LENGTHS = [7, 1, 23, 14]
 
@@ -36,7 +38,7 @@ def test_logits_equal_one_by_one(name: str) -> None:
     assert (got - want).abs().max() < 2e-5 * want.abs().max()
     assert pack.calls == 2
     windowed = "window" in name
-    assert (packed.BLOCKS in pack.kinds) == windowed
+    assert (paths.BLOCKS in pack.kinds) == windowed
     assert model.config._attn_implementation == "eager"
 
 
@@ -57,12 +59,12 @@ def test_gradients_equal_one_by_one_under_checkpointing(name: str) -> None:
 
 
 def test_long_sequences_cross_block_borders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "BLOCK", 8)
+    monkeypatch.setattr(paths, "BLOCK", 8)
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(30, n, 4, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
     for window in (None, 1, 5, 100):
-        got, _, kind = attend(q, k, v, Pack((19, 11)), scale=0.7, window=window, softcap=2.0)
-        assert kind == packed.BLOCKS
+        got, _, kind = attend(q, k, v, apart((19, 11)), scale=0.7, window=window, softcap=2.0)
+        assert kind == paths.BLOCKS
         for start, stop in ((0, 19), (19, 30)):
             for t in range(start, stop):
                 left = start if window is None else max(start, t - window + 1)
@@ -86,11 +88,11 @@ def test_collector_sees_every_layer_after_rotation() -> None:
 def test_nothing_is_left_behind_after_an_error() -> None:
     model = tiny("llama")
     with packed_attention(model, LENGTHS):
-        assert model.config._attn_implementation == packed.IMPLEMENTATION
+        assert model.config._attn_implementation == interface.NAME
     with pytest.raises(ConfigError), packed_attention(model, LENGTHS):
         model(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False)
     assert model.config._attn_implementation == "eager"
-    assert not packed._ACTIVE
+    assert not interface._ACTIVE
 
 
 def test_refusals_name_the_reason() -> None:
@@ -116,12 +118,12 @@ def test_refusals_name_the_reason() -> None:
 
 def test_kinds_by_device_and_shape() -> None:
     half, full = torch.bfloat16, torch.float32
-    assert attention_kind("cuda", half, 256, window=128) == packed.FLASH
-    assert attention_kind("cuda", half, 128, softcap=30.0) == packed.BLOCKS
-    assert attention_kind("cuda", half, 512) == packed.SDPA
-    assert attention_kind("cuda", half, 192, value_size=128) == packed.FLASH
-    assert attention_kind("cuda", full, 128) == packed.SDPA
-    assert attention_kind("cpu", full, 192, value_size=128) == packed.BLOCKS
+    assert attention_kind("cuda", half, 256, window=128) == paths.FLASH
+    assert attention_kind("cuda", half, 128, softcap=30.0) == paths.BLOCKS
+    assert attention_kind("cuda", half, 512) == paths.SDPA
+    assert attention_kind("cuda", half, 192, value_size=128) == paths.FLASH
+    assert attention_kind("cuda", full, 128) == paths.SDPA
+    assert attention_kind("cpu", full, 192, value_size=128) == paths.BLOCKS
 
 
 def test_positions_restart() -> None:
@@ -138,7 +140,7 @@ def test_rope_that_depends_on_length_refuses_to_mix() -> None:
     for lengths in ([14, 16], [40]):
         with packed_attention(model, lengths):
             pass
-    assert packed.lone_from(tiny("llama")) is None
+    assert lone_from(tiny("llama")) is None
 
 
 def test_recurrent_layers_under_another_name_are_refused() -> None:
@@ -182,4 +184,4 @@ def test_threads_take_turns_on_one_model() -> None:
         thread.join()
     assert not wrong
     assert model.config._attn_implementation == "eager"
-    assert not packed._ACTIVE
+    assert not interface._ACTIVE

@@ -1,4 +1,4 @@
-"""Shared prefixes: the layout holds every sequence, and hidden states are those of each sequence alone."""
+"""One trie: the layout holds every sequence, and hidden states over it are those of each sequence alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from attnrl.local.packing import pack
-from attnrl.local.shared import can_share, fill_shared_bins, make_trie, shared_attention
-from attnrl.types import Sample, as_floats, as_ids
+from attnrl.attention.paths import can_share, path_attention
+from attnrl.attention.trie import continue_trie, fill_shared_bins, make_trie, sorted_rows
+from attnrl.types import as_ids
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 11,
@@ -43,6 +43,32 @@ def test_a_trie_holds_each_sequence_and_each_prefix_once(rows: list[list[int]]) 
     assert len(trie.ids_T) == sum(trie.fresh) == len(prefixes)
 
 
+@given(sequences, st.integers(1, 12))
+def test_carried_tries_hold_every_distinct_prefix_once(rows: list[list[int]], budget: int) -> None:
+    """Over all passes, each distinct prefix is laid out exactly once, and each path spells its context."""
+    contexts = [as_ids(rows[i]) for i in sorted_rows(arrays(rows))]
+    carried = None
+    seen: list[tuple[int, ...]] = []
+    while contexts:
+        trie = continue_trie(contexts, carried, budget)
+        count = len(trie.paths)
+        assert trie.order == tuple(range(count))
+        assert count == 1 or len(trie.ids_T) <= budget
+        tokens = np.concatenate([[] if carried is None else carried, trie.ids_T]).astype(int)
+        stop = 0
+        for context, path, new, run in zip(contexts[:count], trie.paths, trie.fresh, trie.run_of, strict=True):
+            spelled = tokens[path].tolist()
+            assert spelled == context.tolist()
+            assert path[-1] - trie.carried == (trie.ends[run - 1] if run else -1)
+            start, stop = stop, stop + new
+            assert trie.positions_T[start:stop].tolist() == list(range(len(spelled) - new, len(spelled)))
+            seen += [tuple(spelled[:n]) for n in range(len(spelled) - new + 1, len(spelled) + 1)]
+        carried = contexts[count - 1]
+        contexts = contexts[count:]
+    assert len(seen) == len(set(seen))
+    assert set(seen) == {tuple(c[:n]) for c in rows for n in range(1, len(c) + 1)}
+
+
 @given(sequences, st.integers(4, 30))
 def test_bins_partition_within_the_budget(rows: list[list[int]], budget: int) -> None:
     bins = fill_shared_bins(arrays(rows), budget)
@@ -59,7 +85,7 @@ def test_hidden_states_and_gradients_equal_each_sequence_alone(rows: list[list[i
     model = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval()
     weight = model.model.layers[0].self_attn.k_proj.weight
     trie = make_trie(arrays(rows))
-    with shared_attention(model, trie.runs("cpu")):
+    with path_attention(model, trie.runs("cpu")):
         ids, positions = torch.from_numpy(trie.ids_T)[None], torch.from_numpy(trie.positions_T)[None]
         hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
         shared = [hidden[torch.from_numpy(path)] for path in trie.paths]
@@ -70,20 +96,6 @@ def test_hidden_states_and_gradients_equal_each_sequence_alone(rows: list[list[i
     torch.cat(alone).sin().sum().backward()
     torch.testing.assert_close(torch.cat(shared), torch.cat(alone), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(grad, weight.grad, atol=1e-4, rtol=1e-4)
-
-
-def test_predictions_of_shared_tokens_are_made_once() -> None:
-    def sample(response: list[int], advantage: float) -> Sample:
-        values = as_floats(np.full(len(response), advantage))
-        return Sample(as_ids([9, 8]), as_ids(response), values, -values, uid="q")
-
-    p = pack([sample([1, 2, 3], 1.0), sample([1, 2, 4], 2.0)], [0, 1], "cpu", share_prefixes=True)
-    assert p.ids_T.tolist() == [9, 8, 1, 2]  # 3 and 4 are only predicted
-    assert p.expand_N is not None
-    assert p.source_U[p.expand_N].tolist() == [1, 2, 3, 1, 2, 3]
-    assert p.targets_U[p.expand_N].tolist() == [1, 2, 3, 1, 2, 4]
-    assert len(p.source_U) == 4
-    assert p.advantages_N.tolist() == [1, 1, 1, 2, 2, 2]
 
 
 def test_sliding_windows_and_soft_caps_are_not_shared() -> None:
@@ -101,7 +113,7 @@ def test_flash_runs_equal_sequences_alone_on_cuda() -> None:
     model = Qwen3ForCausalLM(Qwen3Config(**(SHAPE | {"head_dim": 32}))).cuda().bfloat16().eval()
     trie = make_trie(rows)
     ids, positions = (torch.from_numpy(x)[None].cuda() for x in (trie.ids_T, trie.positions_T))
-    with shared_attention(model, trie.runs("cuda")):
+    with path_attention(model, trie.runs("cuda")):
         hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
         shared = torch.cat([hidden[torch.from_numpy(path).cuda()] for path in trie.paths])
         shared.float().sin().sum().backward()

@@ -1,0 +1,281 @@
+"""Path attention: several sequences in one row, each seeing only itself. Exact and differentiable.
+
+A pack is a trie that shares nothing; with shared prefixes, the queries of a run see the keys of its whole path, and
+every other layer of the model works on each distinct token once.
+
+Shapes: T tokens of a row (no padding), S tokens of all paths, H query heads, K key/value heads, D and V head sizes of
+keys and values.
+A pack is `model(input_ids=[1, T], position_ids=[1, T] restarting at 0 in each sequence)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from attnrl.attention.decoder import lone_from
+from attnrl.attention.interface import Layer, attending
+from attnrl.attention.trie import Runs, apart
+from attnrl.errors import ConfigError
+
+FLASH, SDPA, BLOCKS = "flash_varlen", "sdpa_per_sequence", "torch_blocks"
+FLASH_MAX_HEAD = 256  # largest head size of the aten flash kernels
+BLOCK = 512  # query rows at a time where scores are built by hand
+FUSED_ONLY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+
+
+class Collector(Protocol):
+    """Sees the queries and keys of every attention layer, after rotary embedding, in a no-grad context."""
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        lse_HT: Tensor | None,  # row log-sum-exp in nats where the kernel gave one
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class PathAttention:
+    """Each run attends causally along its path; and what was done."""
+
+    runs: Runs
+    collector: Collector | None = None
+    kinds: set[str] = field(default_factory=set)  # which implementations ran
+    calls: int = 0  # attention layers seen
+
+    def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The attention output [1, T, H, V] for q [1, H, T, D], k [1, K, T, D] and v [1, K, T, V]."""
+        if q.shape[0] != 1:
+            raise ConfigError(f"packed attention takes one row, input_ids [1, T]; the model got {q.shape[0]}")
+        q_THD, k_TKD, v_TKV = (x[0].transpose(0, 1) for x in (q, k, v))
+        if len(q_THD) != sum(self.runs.fresh):
+            raise ConfigError(f"the pack has {sum(self.runs.fresh)} tokens, the model got {len(q_THD)}")
+        longest = max(self.runs.lengths)
+        window = layer.window if layer.window is not None and layer.window < longest else None
+        how: dict[str, Any] = {"scale": layer.scale, "window": window, "softcap": layer.softcap}
+        out_THV, lse_HT, kind = attend(q_THD, k_TKD, v_TKV, self.runs, **how)
+        self.kinds.add(kind)
+        self.calls += 1
+        if self.collector is not None:
+            with torch.no_grad():
+                self.collector(q_THD, k_TKD, lse_HT, **how)
+        return out_THV[None]
+
+
+def packed_positions(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Position ids [1, T] that restart in each sequence.
+
+    >>> packed_positions([2, 3]).tolist()
+    [[0, 1, 0, 1, 2]]
+    """
+    return torch.cat([torch.arange(n) for n in lengths])[None].to(device)
+
+
+def attention_kind(
+    device_type: str,
+    dtype: torch.dtype,
+    head_size: int,
+    *,
+    value_size: int | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> str:
+    """The attention implementation that a layer of this shape gets.
+
+    `flash_varlen`: one aten flash kernel over the pack (CUDA, half precision). `sdpa_per_sequence`: torch's fused
+    attention, sequence by sequence. `torch_blocks`: scores by query blocks, for a window or a soft-cap without flash.
+
+    >>> attention_kind("cuda", torch.bfloat16, 128), attention_kind("cpu", torch.float32, 64)
+    ('flash_varlen', 'sdpa_per_sequence')
+    >>> attention_kind("cpu", torch.float32, 64, window=4)
+    'torch_blocks'
+    """
+    same_size = value_size is None or value_size == head_size
+    half_on_cuda = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if half_on_cuda and softcap is None and (value_size or 0) <= head_size <= FLASH_MAX_HEAD:
+        return FLASH
+    if softcap is not None or window is not None or not same_size:
+        return BLOCKS
+    return SDPA
+
+
+def attend(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKV: Tensor,
+    runs: Runs,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor | None, str]:
+    """Causal attention along paths: outputs [T, H, V], row log-sum-exp [H, T] where known, and the kind used."""
+    head, value = q_THD.shape[-1], v_TKV.shape[-1]
+    kind = attention_kind(q_THD.device.type, q_THD.dtype, head, value_size=value, window=window, softcap=softcap)
+    k_SKD, v_SKV = k_TKD, v_TKV
+    if runs.paths_S is not None:
+        # one gather for all runs: gathering run by run would make a gradient of T tokens for each
+        k_SKD, v_SKV = k_TKD.index_select(0, runs.paths_S), v_TKV.index_select(0, runs.paths_S)
+    if kind == FLASH:
+        out_THV, lse_HT = _flash(q_THD, k_SKD, v_SKV, runs, scale, window)
+        return out_THV, lse_HT, kind
+    groups = q_THD.shape[1] // k_SKD.shape[1]
+    k_SHD = k_SKD.repeat_interleave(groups, 1) if groups > 1 else k_SKD
+    v_SHV = v_SKV.repeat_interleave(groups, 1) if groups > 1 else v_SKV
+    queries = q_THD.split(list(runs.fresh))
+    keys, values = k_SHD.split(list(runs.lengths)), v_SHV.split(list(runs.lengths))
+    outs = []
+    with sdpa_kernel(FUSED_ONLY) if kind == SDPA else nullcontext():  # the math kernel would build T x T scores
+        for part in zip(queries, keys, values, strict=True):
+            q, k, v = (x.transpose(0, 1) for x in part)
+            out = _fused(q, k, v, scale) if kind == SDPA else _by_blocks(q, k, v, scale, window, softcap)
+            outs.append(out.transpose(0, 1))
+    return torch.cat(outs), None, kind
+
+
+def _flash(
+    q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, runs: Runs, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """One flash kernel over all runs; with fewer queries than keys its causal mask is aligned to the last of both."""
+    head, value = q_THD.shape[-1], v_SKV.shape[-1]
+    wide = -(-head // 8) * 8  # the kernel takes multiples of 8; zeros change neither scores nor outputs
+    q, k = (F.pad(x, (0, wide - head)) if wide > head else x for x in (q_THD, k_SKD))
+    v = F.pad(v_SKV, (0, wide - value)) if wide > value else v_SKV
+    out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        *runs.ends(q.device),
+        max(runs.fresh),
+        max(runs.lengths),
+        0.0,
+        window is None,
+        False,
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=-1 if window is None else 0,
+    )
+    return out[..., :value], lse_HT
+
+
+def _fused(q_HTD: Tensor, k_HSD: Tensor, v_HSV: Tensor, scale: float) -> Tensor:
+    """Torch's own attention of one run over its path, [H, T, V]."""
+    rows = (q_HTD[None], k_HSD[None], v_HSV[None])
+    fresh, length = q_HTD.shape[1], k_HSD.shape[1]
+    if fresh == length:
+        return F.scaled_dot_product_attention(*rows, is_causal=True, scale=scale)[0]
+    sees = torch.ones(fresh, length, dtype=torch.bool, device=q_HTD.device).tril(length - fresh)
+    return F.scaled_dot_product_attention(*rows, attn_mask=sees, scale=scale)[0]
+
+
+def masked_scores(
+    q_HQD: Tensor,
+    k_HTD: Tensor,
+    first_query: int,
+    first_key: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Scores [H, Q, keys] of one query block as the model's softmax sees them, -inf where a query may not look."""
+    scores = torch.matmul(q_HQD, k_HTD.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    query = torch.arange(first_query, first_query + q_HQD.shape[1], device=q_HQD.device)[:, None]
+    key = torch.arange(first_key, first_key + k_HTD.shape[1], device=q_HQD.device)[None, :]
+    hidden = key > query
+    if window is not None:
+        hidden = hidden | (key <= query - window)
+    return scores.masked_fill(hidden, float("-inf"))
+
+
+def _one_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    at: tuple[int, int],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    scores = masked_scores(q, k, *at, scale, window, softcap)
+    wide = torch.float32 if scores.dtype in (torch.bfloat16, torch.float16) else scores.dtype
+    return torch.matmul(torch.softmax(scores, -1, dtype=wide).to(v.dtype), v)
+
+
+def _by_blocks(
+    q_HTD: Tensor, k_HSD: Tensor, v_HSV: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Exact attention of one run, `BLOCK` queries at a time; blocks are recomputed in the backward pass."""
+    outs = []
+    before = k_HSD.shape[1] - q_HTD.shape[1]  # keys that the run shares with others
+    for start in range(0, q_HTD.shape[1], BLOCK):
+        stop = min(start + BLOCK, q_HTD.shape[1])
+        at, end = before + start, before + stop
+        first = 0 if window is None else max(0, at - window + 1)
+        args = (q_HTD[:, start:stop], k_HSD[:, first:end], v_HSV[:, first:end], (at, first))
+        if torch.is_grad_enabled() and q_HTD.requires_grad:
+            outs.append(checkpoint(_one_block, *args, scale, window, softcap, use_reentrant=False))
+        else:
+            outs.append(_one_block(*args, scale, window, softcap))
+    return torch.cat(outs, 1)
+
+
+def can_share(model: nn.Module) -> bool:
+    """Whether every layer of the model attends fully and without a soft cap, so that prefixes can be shared."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is None:
+            continue
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if kinds - {"full_attention"} or getattr(config, "attn_logit_softcapping", None):
+            return False
+        if not kinds and getattr(config, "sliding_window", None):
+            return False
+    return True
+
+
+@contextmanager
+def path_attention(model: nn.Module, runs: Runs, *, collector: Collector | None = None) -> Iterator[PathAttention]:
+    """While open, each run of the row attends causally along its path, and nowhere else.
+
+    Call `model(input_ids=[1, T], position_ids=[1, T], attention_mask=None, use_cache=False)` inside. It is
+    differentiable, also under gradient checkpointing; call `backward` inside, since recomputation attends again.
+    """
+    limit = lone_from(model) if len(runs.lengths) > 1 else None
+    if limit is not None and max(runs.lengths) > limit:
+        raise ConfigError(
+            f"a sequence of {max(runs.lengths)} tokens cannot share a pack: beyond {limit} tokens this model's rotary "
+            "embedding changes for the whole pack; pack it alone"
+        )
+    assert collector is None or runs.paths_S is None, "a collector sees each token once"
+    plan = PathAttention(runs, collector)
+    with attending(model, plan):
+        yield plan
+
+
+@contextmanager
+def packed_attention(
+    model: nn.Module, lengths: Sequence[int], *, collector: Collector | None = None
+) -> Iterator[PathAttention]:
+    """While open, the model attends causally within each of the packed sequences of these lengths, and nowhere else.
+
+    As `path_attention`; position ids are `packed_positions(lengths)`.
+    """
+    if not lengths or min(lengths) < 1:
+        raise ConfigError(f"every packed sequence needs at least one token; got lengths {list(lengths)[:8]}")
+    with path_attention(model, apart(lengths), collector=collector) as plan:
+        yield plan
