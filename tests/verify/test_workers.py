@@ -30,6 +30,8 @@ def make(log, fail=None):
         file.write(f"start {os.getpid()}\\n")
     if fail == "raise":
         raise KeyError("no such thing")
+    if fail == "slow":
+        time.sleep(600)
     if fail == "exit":
         sys.exit(7)
     if fail == "once" and Path(log).read_text().count("start") == 1:
@@ -52,10 +54,10 @@ def make(log, fail=None):
             return serve(question)
         if do == "sleep":
             time.sleep(values[0])
-        if do == "half":  # of a reply, then nothing
+        if do == "write":  # where replies go
             pipes = [fd for fd in range(3, 20) if os.path.exists(f"/proc/self/fd/{fd}")]
-            os.write(pipes[0], b'{"id": 1, "value": ')
-            time.sleep(600)
+            os.write(pipes[0], values[0].encode())
+            time.sleep(values[1])
         if do == "spawn":
             child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")
             Path(values[0]).write_text(str(child))
@@ -181,7 +183,7 @@ def test_the_wall_limit_is_the_questions_own_or_the_pools(log: Path) -> None:
 
 def test_half_a_reply_of_a_killed_worker_does_not_enter_the_next(log: Path) -> None:
     pool = pool_of(log)
-    assert ask(pool, "half", limit=2.0).error == "timeout"
+    assert ask(pool, "write", '{"id": 1, "value": ', 600, limit=2.0).error == "timeout"
     assert ask(pool, "echo", 1).value["values"] == [1]
     assert starts(log) == 2
     pool.close()
@@ -236,6 +238,24 @@ def test_what_cannot_start_is_an_error_of_ours_with_its_cause(log: Path, fail: s
     assert (reply.value, reply.error, reply.ours) == (None, "start", True)
     assert said in reply.message
     assert starts(log) == STARTS
+    pool.close()
+
+
+def test_a_worker_that_is_not_ready_in_time_is_an_error_of_ours(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnrl.verify.pool.START_LIMIT", 0.7)
+    pool = pool_of(log, fail="slow")
+    reply = ask(pool, "echo", 1)
+    assert (reply.error, reply.ours) == ("start", True)
+    assert reply.message.endswith("not ready within 0.7 s")
+    pool.close()
+
+
+def test_a_reply_to_another_question_is_not_taken(log: Path) -> None:
+    pool = pool_of(log)
+    reply = ask(pool, "write", '{"id": 0, "value": "not asked for"}\n', 0)
+    assert (reply.value, reply.error, reply.ours) == (None, "crash", False)
+    assert "another question" in reply.message
+    assert ask(pool, "echo", 1).value["values"] == [1]
     pool.close()
 
 
