@@ -52,6 +52,8 @@ def test_the_layers_hold(copy: Path) -> None:
         ("backend.py", "import attnrl.local"),
         ("local/backend.py", "import attnrl.launch"),
         ("policy/losses.py", "import attnrl.local"),
+        ("scoring/plan.py", "import attnrl.policy.rates"),
+        ("verl_engine/arrival.py", "import attnrl.local.models"),
         ("reward/builtin.py", "import attnrl.iteration"),
     ],
 )

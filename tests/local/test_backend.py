@@ -23,9 +23,9 @@ from attnrl.config import load_config
 from attnrl.data.task_tokenizer import task_tokenizer
 from attnrl.errors import ConfigError, MissingFileError
 from attnrl.local.backend import LocalBackend, build, build_learner
-from attnrl.local.logprobs import pack_logprobs
 from attnrl.local.models import add_lora, load_tokenizer, prepare_model
-from attnrl.local.packing import pack
+from attnrl.policy.logprobs import pack_logprobs
+from attnrl.policy.packing import pack
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scoring, Step, as_floats, as_ids
 
 KINDS: dict[str, Any] = {
@@ -218,7 +218,12 @@ def test_a_config_becomes_a_backend(tokenizer: PreTrainedTokenizerFast, tmp_path
     backend = build(config, model=str(tmp_path), tokenizer=tokenizer)
     assert backend.learner is not None
     learner = backend.learner
-    assert (learner.options.lr, learner.options.dual_clip, learner.temperature, learner.seed) == (2e-4, 3.0, 0.8, 7)
+    assert (learner.options.lr, learner.options.dual_clip, learner.passes.temperature, learner.seed) == (
+        2e-4,
+        3.0,
+        0.8,
+        7,
+    )
     assert backend.sampler.rows == 3
     adapters = {n for n, p in backend.model.named_parameters() if p.requires_grad}
     assert adapters

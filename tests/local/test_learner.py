@@ -16,6 +16,7 @@ from attnrl.errors import ConfigError, TrainingError
 from attnrl.local import learner as learner_module
 from attnrl.local.learner import Learner
 from attnrl.local.models import add_lora, prepare_model
+from attnrl.policy import passes as passes_module
 from attnrl.types import Sample, as_floats, as_ids
 
 VOCABULARY = 37
@@ -253,7 +254,7 @@ def test_non_finite_updates_are_skipped_counted_and_end_training() -> None:
     learner.update(bad, version=2)
     with pytest.raises(TrainingError, match="2 updates in a row"):
         learner.update(bad, version=3)
-    assert learner.skipped == 3
+    assert learner.counters.skipped == 3
 
 
 def test_bfloat16_keeps_float32_masters_and_tensors_in_place() -> None:
@@ -313,12 +314,12 @@ def test_attention_that_masks_wrongly_is_found_and_left(monkeypatch: pytest.Monk
 
 def test_shared_prefixes_that_give_no_number_are_found_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN is no small gap: a planted kernel fault that breaks log-probs only where prefixes are shared."""
-    honest = learner_module.pack_logprobs
+    honest = passes_module.pack_logprobs
 
     def broken(model: Any, pack: Any, **options: Any) -> torch.Tensor:
         return honest(model, pack, **options) * (1.0 if pack.runs.paths_S is None else float("nan"))
 
-    monkeypatch.setattr(learner_module, "pack_logprobs", broken)
+    monkeypatch.setattr(passes_module, "pack_logprobs", broken)
     found, apart = tiny(), tiny()
     learner = Learner(found, options=section(lr=1e-3))
     with pytest.warns(RuntimeWarning, match="shared prefixes changed log-probs by nan"):
@@ -449,10 +450,8 @@ def test_advantages_of_zero_teach_nothing_without_kl_and_bonus() -> None:
 def test_microbatches_stay_within_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """40 tokens a forward, also where prefixes are shared; every sample is in one of them."""
     seen: list[Any] = []
-    honest = learner_module.packed_hidden
-    monkeypatch.setattr(
-        learner_module, "packed_hidden", lambda model, pack, *rest: seen.append(pack) or honest(model, pack, *rest)
-    )
+    honest = learner_module.pack_attention
+    monkeypatch.setattr(learner_module, "pack_attention", lambda model, pack: seen.append(pack) or honest(model, pack))
     for share in (True, False):
         seen.clear()
         Learner(tiny(), options=section(microbatch_tokens=40, share_prefixes=share)).update(batch(12), version=0)
@@ -503,7 +502,7 @@ def test_a_resumed_learner_goes_on_exactly(schedule: str) -> None:
     resumed.load_state_dict(copy.deepcopy(before.state_dict()))
     assert [resumed.update(batch(seed=v), version=v) for v in range(3, 6)] == history[3:]
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
-    assert resumed.updates == straight.updates == 6
+    assert resumed.counters.updates == straight.counters.updates == 6
     left = {"linear": 1 / 5, "cosine": 0.5 * (1 - np.cos(np.pi / 5))}[schedule]  # of the five updates after the rise
     assert history[-1]["policy/lr"] == pytest.approx(3e-3 * left)
 

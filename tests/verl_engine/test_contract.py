@@ -51,6 +51,8 @@ def test_evaluation_counts_for_the_longest_sequence():
 def test_what_the_engine_does_not_do_is_refused():
     with pytest.raises(ConfigError, match="lora_rank"):
         settings.check(load_config("", {"model.lora_rank": 8}), Llama(), learn=True)
+    with pytest.raises(ConfigError, match=r"update\.fused is of engine local"):
+        settings.check(load_config("", {"update.fused": True}), Llama(), learn=True)
     with pytest.raises(ConfigError, match="'verbose' is not of the form key=value"):
         settings.check(
             load_config("", {"engine.verl.overrides": ["verbose"], "sampling.max_response_tokens": 100}),

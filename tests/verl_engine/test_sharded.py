@@ -1,4 +1,6 @@
-"""The ranks' work on two real gloo processes, torch alone: no verl is needed."""
+"""The ranks' work on real gloo processes, torch alone: no verl is needed."""
+
+from __future__ import annotations
 
 import json
 import subprocess
@@ -9,22 +11,55 @@ import pytest
 import tiny
 
 
-def test_two_ranks_with_uneven_packs_and_chunks_equal_one_process(tmp_path):
-    model = tiny.make_model(tmp_path / "model")
+def torchrun(work: str, ranks: int, model: Path, folder: Path) -> list[dict]:
+    """What each rank wrote of its work."""
     script = Path(__file__).parent / "two_ranks.py"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        list(map(str, [*torchrun, script, model, tmp_path])),
-        env=tiny.environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    command = list(map(str, [*words, script, work, model, folder]))
+    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    for number in range(2):
-        rank = json.loads((tmp_path / f"{number}.json").read_text())
+    return [json.loads((folder / f"{work}-{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.make_model(tmp_path_factory.mktemp("model"))
+
+
+def test_two_ranks_with_uneven_packs_and_chunks_equal_one_process(model, tmp_path):
+    for rank in torchrun("equal", 2, model, tmp_path):
         assert rank["score_gap"] <= 1e-6
         assert rank["loss"][0] == pytest.approx(rank["loss"][1], rel=1e-5)
         assert rank["gradient"] > 1e-2
         assert rank["gradient_gap"] <= 1e-6
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_checkpoint_loads_at_another_number_of_ranks(model, tmp_path, before, after):
+    """The next update is that of the run that was not interrupted: weights and Adam's state are all there."""
+    whole = torchrun("train", before, model, tmp_path)[0]
+    again = torchrun("resume", after, model, tmp_path)[0]["third"]
+    assert whole["first"][1]["checksum"] != whole["third"]["checksum"]
+    for name in ("loss", "norm", "checksum"):
+        assert again[name] == pytest.approx(whole["third"][name], rel=1e-6, abs=0)
+
+
+def test_the_model_directory_has_the_dtype_that_its_config_says(model, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torchrun("train", 2, tiny.make_model(tmp_path / "tied", tied=True), tmp_path)
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype="auto")
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "bfloat16", dtype="auto")
+    assert (exact.dtype, half.dtype) == (torch.float32, torch.bfloat16)
+    assert json.loads((tmp_path / "bfloat16" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert exact.lm_head.weight is exact.model.embed_tokens.weight
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "tied", dtype="auto").state_dict()
+    for name, value in exact.state_dict().items():
+        assert torch.equal(value.bfloat16(), half.state_dict()[name])
+        assert not torch.equal(value, start[name])
+
+
+def test_a_checkpoint_before_the_first_update_counts_no_step(model, tmp_path):
+    saved, loaded, plain = torchrun("fresh", 1, model, tmp_path)[0]["updates"]
+    assert saved == loaded == plain

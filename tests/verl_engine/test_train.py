@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,9 +172,29 @@ def test_other_commands_read_what_the_cluster_wrote(home, whole):
     assert (loaded.lm_head.weight - started.lm_head.weight).abs().max() > 1e-4
 
 
-def test_another_number_of_ranks_is_refused_with_what_to_do(home, whole):
+@pytest.mark.parametrize(("preset", "ranks"), [("attnrl_1p5b", 1), ("grpo_1p5b", 2)])
+def test_a_run_goes_on_at_another_number_of_ranks(home, whole, preset, ranks):
+    """After iteration 4 two ranks become one, and one two: iteration 5 is that of the run that stayed."""
+    stayed, moved = whole if preset == "attnrl_1p5b" else home / preset, home / f"{preset}_moved"
+    shutil.copytree(stayed, moved)
+    shutil.rmtree(moved / "checkpoints" / "000005")
+    algo = "delta = 1" if preset == "attnrl_1p5b" else ""
+    words = [tiny.write_preset(home, preset, ranks, algo=algo), "--run-dir", moved, "--resume"]
+    code, lines = finish(attnrl("train", *words))
+    assert code == 0, "\n".join(lines[-40:])
+    was, now = metrics(stayed)[4], metrics(moved)[4]
+    by_rank = ("score/packs", "train/microbatches", "train/forward_tokens")  # ranks cut the work in their own way
+    for name in was.keys() - set(by_rank):
+        assert now[name] == pytest.approx(was[name], rel=1e-4, abs=1e-6), name
+    state = json.loads((moved / "checkpoints" / "000005" / "verl.json").read_text())
+    assert (state["version"], state["ranks"]) == (5, ranks)
+
+
+def test_check_proves_an_installation(home):
+    """`attnrl check` over the engine: sampler and learner agree, and an update at no rate moves nothing."""
     preset = tiny.write_preset(home, "attnrl_1p5b", 1, algo="delta = 1")
-    code, lines = finish(attnrl("train", preset, "--run-dir", whole, "--resume", "--iterations", 6))
-    assert code == 2
-    assert "was written by 2 ranks" in lines[-1]
-    assert "gpus_per_node = 2" in lines[-1]
+    code, lines = finish(attnrl("check", preset))
+    assert code == 0, "\n".join(lines[-40:])
+    said = {words[1]: words[0] for line in lines if (words := line.split()) and words[0] in ("ok", "look", "wrong")}
+    assert said.items() >= {"config": "ok", "data": "ok", "agreement": "ok", "update": "ok", "time": "ok"}.items()
+    assert any("rounding in float32" in line for line in lines)

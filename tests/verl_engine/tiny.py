@@ -50,7 +50,7 @@ def overrides(ranks: int) -> list[str]:
     return found
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, *, tied: bool = False) -> Path:
     """A Llama of 0.4M weights: two layers, head size 32 (vLLM on CPU refuses 16), 256 tokens, 1,024 positions."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -74,7 +74,7 @@ def make_model(folder: Path) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         bos_token_id=2,
         eos_token_id=1,
         pad_token_id=0,

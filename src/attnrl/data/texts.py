@@ -1,10 +1,11 @@
-"""Token ids -> the texts of single tokens, which the segmenters read."""
+"""What a tokenizer says of single tokens: their texts, which the segmenters read, and those that end a response."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from attnrl.algo.steps import THINK_END
+from attnrl.errors import ConfigError
 from attnrl.types import Ids
 
 THINK_MARKS = ("<think>", THINK_END)  # text to us, also where a tokenizer calls them special
@@ -34,3 +35,17 @@ class TokenTexts:
     def _decode(self, number: int) -> str:
         text: str = self._tokenizer.decode([number], skip_special_tokens=False)
         return text
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's end token and those of the model's generation config."""
+    found: set[int] = set()
+    generation = getattr(model, "generation_config", None)
+    for source in (getattr(generation, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
+        if isinstance(source, int):
+            found.add(source)
+        elif source is not None:
+            found.update(int(i) for i in source)
+    if not found:
+        raise ConfigError("the tokenizer has no end token and the generation config names none: responses cannot end")
+    return tuple(sorted(found))

@@ -144,7 +144,7 @@ def check(
             drawn = draw(config, bound, chosen, responses, backend, tokenizer)
             verdicts = rewards.grade(attempts_of(drawn, decoder(tokenizer)))
             look_at_responses(config, drawn, verdicts, tokenizer, found)
-            compare_logprobs(config, drawn, found)
+            compare_logprobs(getattr(backend, "dtype", None) or dtype_of(config), drawn, found)
             rates = update_nothing(drawn, backend, found)
     trees = bound["budget"](float(np.mean([v.right for v in verdicts])), config.algo.group)
     forecast_time(config, drawn, trees, most_points(bound["rule"]) or 0, rates, found)
@@ -282,23 +282,23 @@ def look_at_responses(
     found.add("wrong" if errors else "look" if odd else "ok", "responses", "\n".join([*lines, *odd]))
 
 
-def compare_logprobs(config: Config, drawn: Drawn, found: Findings) -> None:
+def compare_logprobs(dtype: str, drawn: Drawn, found: Findings) -> None:
     """Log-probs of the tokens as the sampler drew them and as the scoring forward finds them."""
     gaps = np.concatenate(
         [np.abs(r.logprobs - s.logprobs) for r, s in zip(drawn.rollouts, drawn.scores, strict=True)]
     ).astype(np.float64)
-    mean, bound = float(gaps.mean()), MEAN_GAP[dtype_of(config)]
+    mean, bound = float(gaps.mean()), MEAN_GAP[dtype]
     level: Level = "ok" if mean <= bound else "look" if mean <= 10 * bound else "wrong"  # not a number: wrong
     found.add(
         level,
         "agreement",
         f"sampler and learner differ by {mean:.1e} nats a token on average, {gaps.max():.1e} at most "
-        f"(up to {bound:g} on average is rounding in {dtype_of(config)})",
+        f"(up to {bound:g} on average is rounding in {dtype})",
     )
 
 
 def dtype_of(config: Config) -> str:
-    """float32 or bfloat16, where it is "auto" as the local engine picks it."""
+    """float32 or bfloat16, where it is "auto" as the local engine picks it; an engine with a `dtype` says its own."""
     from attnrl.local.models import pick_device, pick_dtype
 
     picked = pick_dtype(config.model.dtype, pick_device(config.engine.local.device))

@@ -11,7 +11,7 @@ from typing import Any
 
 from attnrl.config import Config, ModelConfig
 
-LOGIT_ELEMENTS = 2**27  # logits of a chunk, by default (attnrl.local.logprobs)
+LOGIT_ELEMENTS = 2**27  # logits of a chunk, by default (attnrl.policy.logprobs)
 GB = 1e9
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ENGINES = {"local": "attnrl.local.backend:build", "verl": "attnrl.verl_engine:build"}
 FACTORY_KEYS = ("model", "tokenizer", "learn")  # what every factory is called with, beside the config and its options
+OFFERED = ("run_dir",)  # what a factory is called with that has such a parameter
 
 
 def find_engine(config: Config) -> Callable[..., Backend]:
@@ -50,7 +51,7 @@ def check_factory(name: str, factory: Callable[..., Backend], options: Mapping[s
     if not takes_any and (missing := [key for key in FACTORY_KEYS if key not in wanted]):
         shape = "(config, *, model, tokenizer, learn=True, ...)"
         raise ConfigError(f"engine.name: {name!r} must be called as {shape}; it does not take {missing[0]!r}")
-    own = {n: p for n, p in wanted.items() if p.kind is p.KEYWORD_ONLY and n not in FACTORY_KEYS}
+    own = {n: p for n, p in wanted.items() if p.kind is p.KEYWORD_ONLY and n not in (*FACTORY_KEYS, *OFFERED)}
     if not takes_any and (unknown := [key for key in options if key not in own]):
         hint = near(unknown[0], own)
         raise ConfigError(f"engine.options: {name!r} has no option {unknown[0]!r}{hint}; it has: {listed(own)}")
@@ -73,10 +74,17 @@ def check_engine(factory: Callable[..., Backend], config: Config, model: str, ru
 
 @contextmanager
 def open_engine(
-    factory: Callable[..., Backend], config: Config, model: str, tokenizer: Any, *, learn: bool = True
+    factory: Callable[..., Backend],
+    config: Config,
+    model: str,
+    tokenizer: Any,
+    *,
+    learn: bool = True,
+    run_dir: Path | None = None,
 ) -> Iterator[Backend]:
     """The engine over a model, closed at the end."""
-    backend = factory(config, model=model, tokenizer=tokenizer, learn=learn, **config.engine.options)
+    offered = {"run_dir": run_dir} if "run_dir" in inspect.signature(factory).parameters else {}
+    backend = factory(config, model=model, tokenizer=tokenizer, learn=learn, **offered, **config.engine.options)
     try:
         yield backend
     finally:

@@ -114,7 +114,7 @@ def train(
     with (
         closing(open_run(run_dir, values, resume=resume)) as run,
         ready.rewards as rewards,
-        open_engine(ready.engine, config, ready.model, tokenizer) as backend,
+        open_engine(ready.engine, config, ready.model, tokenizer, run_dir=run_dir) as backend,
     ):
         say_where_it_goes_on(run_dir, state, say)
         watching = [console_line(config), *trackers_of(config, run_dir, state), *observers]

@@ -13,9 +13,10 @@ from rich.progress import Progress, TaskID
 
 from attnrl.attention.decoder import check_head, check_model
 from attnrl.config import Config
+from attnrl.data.texts import stop_token_ids
 from attnrl.errors import ConfigError, MissingFileError
 from attnrl.local.learner import Learner
-from attnrl.local.models import add_lora, is_lora, load_weights, plain, quiet, stop_token_ids
+from attnrl.local.models import add_lora, is_lora, load_weights, plain, quiet
 from attnrl.local.sampler import Sampler
 from attnrl.local.vllm_sampler import VllmSampler
 from attnrl.scoring import ScoreReport, score

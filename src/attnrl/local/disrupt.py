@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnrl.data.texts import stop_token_ids
 from attnrl.local.draw import check_sampling, draw, stream_of, uniforms
-from attnrl.local.models import plain, stop_token_ids
+from attnrl.local.models import plain
 from attnrl.types import Finish, Ids, Request, Rollout, Sampling, as_floats, as_ids
 
 Span = tuple[int, int]

@@ -21,9 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnrl.attention.paged import has_kernels
 from attnrl.local.fused import decoder_layers
-from attnrl.local.logprobs import packed_hidden, token_logprobs
 from attnrl.local.models import plain
-from attnrl.local.packing import Pack
+from attnrl.policy.logprobs import pack_attention, token_logprobs
+from attnrl.policy.packing import Pack
 
 
 class Norm(torch.autograd.Function):
@@ -194,8 +194,8 @@ def gradient_gap(model: Any, decoder: LearningDecoder, pack: Pack, temperature: 
     weights = [p for p in decoder.layers[0].module.parameters() if p.requires_grad]
     gradients = []
     for fused in (None, decoder):
-        with packed_hidden(model, pack, fused) as hidden_TD:
-            logprobs_N, _ = token_logprobs(model, hidden_TD, pack, temperature=temperature, fused=fused)
+        with pack_attention(model, pack):
+            logprobs_N, _ = token_logprobs(model, pack, temperature=temperature, fused=fused)
             found = torch.autograd.grad(logprobs_N.mean(), weights)
         gradients.append(torch.cat([g.flatten().float() for g in found]))
     plain_P, fused_P = gradients

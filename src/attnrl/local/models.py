@@ -1,7 +1,4 @@
-"""Loading and taking apart Hugging Face decoder-only models.
-
-Shapes: N tokens, D width, V vocabulary.
-"""
+"""Loading and taking apart Hugging Face decoder-only models."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from attnrl.attention.decoder import logits_head
 from attnrl.config import ModelConfig
 from attnrl.data.files import unreachable
 from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
@@ -189,22 +185,3 @@ def quiet() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def head_logits(model: Any, hidden_ND: Tensor) -> Tensor:
-    """Next-token logits of hidden states in float32, with the model's own scaling and soft cap. [N, V]"""
-    return logits_head(plain(model))(hidden_ND).float()
-
-
-def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's end token and those of the model's generation config."""
-    found: set[int] = set()
-    generation = getattr(plain(model), "generation_config", None)
-    for source in (getattr(generation, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
-        if isinstance(source, int):
-            found.add(source)
-        elif source is not None:
-            found.update(int(i) for i in source)
-    if not found:
-        raise ConfigError("the tokenizer has no end token and the generation config names none: responses cannot end")
-    return tuple(sorted(found))

@@ -19,9 +19,9 @@ from pydantic import Field, model_validator
 
 from attnrl.attention.trie import apart
 from attnrl.config import Section, TaskConfig
+from attnrl.data.texts import stop_token_ids
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.local.examples import Example, Examples, Recipe, Source, lay_out
-from attnrl.local.logprobs import pack_logprobs, packed_hidden, token_logprobs
 from attnrl.local.models import (
     DTYPES,
     check_model_path,
@@ -29,13 +29,13 @@ from attnrl.local.models import (
     pick_device,
     pick_dtype,
     quiet,
-    stop_token_ids,
 )
 from attnrl.local.optimizer import MasterAdamW
-from attnrl.local.packing import Pack
 from attnrl.local.pairs import PairFile, final_answer, load_pairs
 from attnrl.local.sampler import Sampler
 from attnrl.local.shape import Shape, new_model
+from attnrl.policy.logprobs import pack_attention, pack_logprobs, token_logprobs
+from attnrl.policy.packing import Pack
 from attnrl.types import Request, Sampling
 
 MARK = "\u241f"  # stands for the problem while the chat template is taken apart
@@ -192,8 +192,8 @@ class Warmup:
         total = torch.zeros((), device=self.model.device)
         done = 0
         for pack in _packs(batch, self.model.device, self.options.microbatch_tokens):
-            with packed_hidden(self.model, pack) as hidden_TD:
-                logprobs_N, _ = token_logprobs(self.model, hidden_TD, pack)
+            with pack_attention(self.model, pack):
+                logprobs_N, _ = token_logprobs(self.model, pack)
                 loss = -logprobs_N.sum() / len(batch.targets_N)
                 loss.backward()
             total += loss.detach()

@@ -1,10 +1,35 @@
-"""The learning rate of each update."""
+"""Updates made and left out, and the learning rate of the next one."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from attnrl.config import UpdateConfig
+from attnrl.errors import TrainingError
+
+
+@dataclass(slots=True)
+class Counters:
+    """Optimizer steps since the start of a run; part of its checkpoint."""
+
+    updates: int = 0  # steps made
+    skipped: int = 0  # steps left out for a non-finite loss or gradient, in all
+    skipped_in_a_row: int = 0
+
+    def made(self) -> None:
+        self.updates += 1
+        self.skipped_in_a_row = 0
+
+    def skip(self, most: int) -> None:
+        """One more is left out; raises at `most` in a row."""
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= most:
+            raise TrainingError(
+                f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient norm; "
+                "resume from an earlier checkpoint with a lower lr or float32"
+            )
 
 
 def learning_rate(options: UpdateConfig, updates: int) -> float:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def check(config: Config, *, model: str, checkpoint: Path | None = None, learn: bool = True) -> None:
     """Raise what can be known to be wrong before anything starts: the installed verl, lengths against the model's,
-    settings of verl that it does not know, the number of ranks of the checkpoint a run goes on from.
+    settings of verl that it does not know, the checkpoint a run goes on from.
     """
     from attnrl.verl_engine import settings
     from attnrl.verl_engine.contract import check_verl
@@ -26,15 +26,15 @@ def check(config: Config, *, model: str, checkpoint: Path | None = None, learn: 
     settings.check(config, AutoConfig.from_pretrained(model), learn=learn)
     settings.compose(settings.overrides(config, model=model, dtype="float32", learn=learn))
     if checkpoint is not None:
-        settings.read_state(checkpoint, config.engine.verl.nodes * config.engine.verl.gpus_per_node)
+        settings.read_state(checkpoint)
 
 
-def build(config: Config, *, model: str, tokenizer: Any, learn: bool = True) -> Backend:
-    """The engine a config describes, started."""
+def build(config: Config, *, model: str, tokenizer: Any, learn: bool = True, run_dir: Path | None = None) -> Backend:
+    """The engine a config describes, started. What is written to `run_dir` must be seen by all machines."""
     check(config, model=model, learn=learn)
     from attnrl.verl_engine.backend import VerlBackend
 
-    return VerlBackend(config, model=model, tokenizer=tokenizer, learn=learn)
+    return VerlBackend(config, model=model, tokenizer=tokenizer, learn=learn, run_dir=run_dir)
 
 
 build.check = check  # type: ignore[attr-defined]  # what launch calls before data is read and a directory made

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import RayError
@@ -22,20 +21,18 @@ from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from attnrl.algo.minibatches import plan_minibatches
 from attnrl.config import Config
 from attnrl.errors import AttnRLError, ConfigError, DataError, MissingFileError, TrainingError
-from attnrl.local.packing import input_length
-from attnrl.policy.rates import learning_rate
+from attnrl.policy.passes import minibatches
+from attnrl.policy.rates import Counters, learning_rate
 from attnrl.scoring.scorer import ScoreReport, check_requests
 from attnrl.types import Ids, Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring, as_floats, as_ids
-from attnrl.verl_engine import settings
+from attnrl.verl_engine import settings, worker
 from attnrl.verl_engine.arrival import SEED, TOKENS, Arrival, Checksum
 from attnrl.verl_engine.session import Session
 from attnrl.verl_engine.sharded import together
-from attnrl.verl_engine.share import share_packs, share_requests
+from attnrl.verl_engine.share import deal, share_packs
 from attnrl.verl_engine.watch import Watch
-from attnrl.verl_engine.worker import Worker
 
 
 def say(line: str) -> None:
@@ -59,7 +56,7 @@ class VerlBackend:
     Servers hold weights and cache only while they generate; every call of another verb puts them to sleep. After each
     weight sync every server answers a probe: its log-probs must be the learner's, and after an update other ones.
 
-    A checkpoint holds `model/` (Hugging Face format), `actor/` (verl's shards) and `verl.json`.
+    A checkpoint holds `model/` (Hugging Face format), `actor/` (shards, for any number of ranks) and `verl.json`.
 
     Metrics of `update` are those of the local engine; those of `metrics`:
     engine/PHASE_seconds       time in start, generate, sync, score, update, save, load
@@ -70,7 +67,9 @@ class VerlBackend:
     device/peak_memory_gb      most device memory a rank held, GB (GPU only)
     """
 
-    def __init__(self, config: Config, *, model: str, tokenizer: Any, learn: bool = True) -> None:
+    def __init__(
+        self, config: Config, *, model: str, tokenizer: Any, learn: bool = True, run_dir: Path | None = None
+    ) -> None:
         on_cpu = "trainer.device=cpu" in config.engine.verl.overrides
         dtype = config.model.dtype
         self.dtype = dtype if dtype != "auto" else "float32" if on_cpu else "bfloat16"
@@ -81,7 +80,7 @@ class VerlBackend:
         self.stop_ids = settings.stop_ids(model, tokenizer)
         self.budget = config.update.microbatch_tokens
         self.version = 0
-        self.counters = {"updates": 0, "skipped": 0, "skipped_in_a_row": 0}
+        self.counters = Counters()
         self.counts = Counts()
         self.watch = Watch(config.engine.verl.phase_limit_s, say)
         self.awake = False
@@ -90,7 +89,7 @@ class VerlBackend:
         say("overrides: " + " ".join(self.overrides))
         self.session = Session()
         with self._phase("start"):
-            self._start(role="actor_rollout_ref" if learn and self.options.kl_weight > 0 else "actor_rollout")
+            self._start("actor_rollout_ref" if learn and self.options.kl_weight > 0 else "actor_rollout", run_dir)
 
     # ---- the seven verbs
 
@@ -123,33 +122,20 @@ class VerlBackend:
             raise ConfigError("this engine was started without a learner: it can sample and score, not train")
         self._check_ids([x for s in samples for x in (s.prompt, s.response)], "sample")
         self._sleep()
-        rows = [i for i, sample in enumerate(samples) if input_length(sample) > 0]
-        plan = plan_minibatches(
-            [samples[i].uid for i in rows],
-            minibatches=self.options.minibatches,
-            samples=self.options.minibatch_samples,
-            rng=np.random.default_rng([self.seed, self.version]),
-        )
+        plan = minibatches(samples, self.options, seed=self.seed, version=self.version)
         shares: list[list[Any]] = [[] for _ in range(self.ranks)]
-        for part in plan:
-            chosen = [samples[rows[i]] for i in part]
-            packs = share_packs(chosen, self.ranks, self.budget, shared=self.options.share_prefixes and self.can_share)
+        for rows in plan:
+            packs = share_packs(samples, rows, self.ranks, self.budget, share=self.shares)
             for rank, mine in enumerate(packs):
-                shares[rank].append([[chosen[i] for i in pack] for pack in mine])
+                shares[rank].append([[samples[i] for i in pack] for pack in mine])
+        lr = learning_rate(self.options, self.counters.updates)
         with self._phase("update"):
-            found = self._call("attnrl_update", shares, self.options, self.temperature, self.counters)
-        lr = learning_rate(self.options, self.counters["updates"])
-        metrics, self.counters = together([part for part, _ in found]), found[0][1]
-        if self.counters["skipped_in_a_row"] >= self.options.max_bad_updates:
-            raise TrainingError(
-                f"{self.counters['skipped_in_a_row']} updates in a row had a non-finite loss or gradient norm; "
-                "resume from an earlier checkpoint with a lower lr or float32"
-            )
-        if metrics.norms:
-            with self._phase("update"):
+            found = self._call(worker.update, shares, self.options, self.temperature, self.counters)
+            metrics, self.counters = together([part for part, _ in found]), found[0][1]
+            if metrics.norms:
                 self.arrival.updated(self._checksum(), update=self.version + 1, lr=lr)
         self.version += 1
-        return metrics.summary(lr=learning_rate(self.options, self.counters["updates"]), samples=len(rows))
+        return metrics.summary(lr=learning_rate(self.options, self.counters.updates), samples=sum(map(len, plan)))
 
     def save(self, path: Path) -> None:
         """Write weights, optimizer, counters and random states into the existing directory `path`."""
@@ -157,19 +143,19 @@ class VerlBackend:
             raise MissingFileError(f"no directory {path} to save into")
         self._sleep()
         with self._phase("save"):
-            self._call("attnrl_save", str(path.absolute()), self.version, self.dtype)
+            self._call(worker.save, str(path.absolute()), self.dtype)
         self.tokenizer.save_pretrained(path / "model")
-        state = {"version": self.version, "ranks": self.ranks, "counters": self.counters, "overrides": self.overrides}
-        (path / settings.STATE).write_text(json.dumps(state, indent=2) + "\n")
+        state = {"version": self.version, "ranks": self.ranks, "counters": asdict(self.counters)}
+        (path / settings.STATE).write_text(json.dumps({**state, "overrides": self.overrides}, indent=2) + "\n")
 
     def load(self, path: Path) -> None:
-        """Restore exactly what `save` wrote, at the same number of ranks."""
-        state = settings.read_state(path, self.ranks)
+        """Restore exactly what `save` wrote, by as many ranks or others."""
+        state = settings.read_state(path)
         self._sleep()
         with self._phase("load"):
-            self._call("attnrl_load", str(path.absolute()))
+            self._call(worker.load, str(path.absolute()))
             self.arrival.loaded(self._checksum())
-        self.version, self.counters = state["version"], state["counters"]
+        self.version, self.counters = state["version"], Counters(**state["counters"])
 
     def metrics(self) -> dict[str, float]:
         """What the engine did since it was last asked; see the class."""
@@ -178,7 +164,7 @@ class VerlBackend:
         found |= counts.scored.metrics()
         found["generate/shared_context"] = counts.cached_tokens / max(1, counts.context_tokens)
         found |= {"sync/count": float(counts.syncs), "sync/logprob_gap": counts.logprob_gap}
-        if not self.closed and (held := max(self._call("attnrl_memory"))):
+        if not self.closed and (held := max(self._call(worker.memory))):
             found["device/peak_memory_gb"] = held
         return found
 
@@ -191,7 +177,7 @@ class VerlBackend:
 
     # ---- servers and ranks
 
-    def _start(self, role: str) -> None:
+    def _start(self, role: str, run_dir: Path | None) -> None:
         """Ray, the worker group, the servers on the same GPUs, and the weight sync between the two."""
         config = self.config
         if not ray.is_initialized():
@@ -208,10 +194,10 @@ class VerlBackend:
         pools = ResourcePoolManager(resource_pool_spec=spec, mapping={role: "pool"})
         pools.create_resource_pool()
         pool = pools.get_resource_pool(role)
-        made = RayClassWithInitArgs(cls=ray.remote(Worker), config=config.actor_rollout_ref, role=role)
+        made = RayClassWithInitArgs(cls=ray.remote(worker.Worker), config=config.actor_rollout_ref, role=role)
         self.workers = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name=config.trainer.device)
-        about = self._call("attnrl_start")
-        self.vocabulary, self.can_share = about[0]["vocabulary"], about[0]["can_share"]
+        hosts = self._look(run_dir)
+        self.vocabulary, self.shares = self._call(worker.start, self.options)[0]
         self.servers = LLMServerManager.create(config=config, worker_group=self.workers, rollout_resource_pool=pool)
         engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
         engine.backend = "naive"
@@ -219,8 +205,30 @@ class VerlBackend:
         self.sync.sleep_replicas()
         self.client = self.servers.get_client()
         self.arrival = Arrival(self.dtype, self._checksum())
-        hosts = sorted({a["host"] for a in about})
         say(f"{self.ranks} ranks on {len(hosts)} machines, {len(self.servers.get_replicas())} servers, {self.dtype}")
+
+    def _look(self, run_dir: Path | None) -> set[str]:
+        """The machines of the ranks, all of which see the run directory and the model; before the model is loaded."""
+        model = Path(self.config.actor_rollout_ref.model.path)
+        paths = [model] if model.is_dir() else []
+        if run_dir is None:
+            return self._seen(paths)
+        mark = run_dir / f".seen-{uuid4().hex}"
+        mark.touch()
+        try:
+            return self._seen([mark, *paths])
+        finally:
+            mark.unlink()
+
+    def _seen(self, paths: Sequence[Path]) -> set[str]:
+        answers = self._call(worker.look, tuple(str(path.absolute()) for path in paths))
+        for host, missing in answers:
+            if missing:
+                raise ConfigError(
+                    f"machine {host} does not see {missing[0]}: run directory and model must lie on a file system that "
+                    "all machines share, under the same path"
+                )
+        return {host for host, _ in answers}
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -234,10 +242,11 @@ class VerlBackend:
                 raise TrainingError(f"{name} on the cluster failed: {cause(error)}") from None
             raise
 
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
+    def _call(self, verb: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What each rank answers. An argument that is a list has an entry per rank; others are the same for all."""
-        rows = [a if isinstance(a, list) else [a] * self.ranks for a in (*arguments, self.watch.limit_s)]
-        found: list[Any] = ray.get(getattr(self.workers, method)(*rows))
+        rows = [[a[rank] if isinstance(a, list) else a for a in arguments] for rank in range(self.ranks)]
+        every = [verb] * self.ranks, rows, [self.watch.limit_s] * self.ranks
+        found: list[Any] = ray.get(self.workers.attnrl(*every))
         return found
 
     def _sleep(self) -> None:
@@ -257,7 +266,7 @@ class VerlBackend:
                 self.counts.logprob_gap = max(self.counts.logprob_gap, self.arrival.arrived(drawn, scores))
 
     def _checksum(self) -> Checksum:
-        found: Checksum = self._call("attnrl_checksum", self.dtype)[0]
+        found: Checksum = self._call(worker.checksum, self.dtype)[0]
         return found
 
     async def _ask(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
@@ -307,10 +316,10 @@ class VerlBackend:
         return Rollout(as_ids(answer.token_ids), as_floats(answer.log_probs), finish, self.version)  # type: ignore[arg-type]
 
     def _score(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
-        shares = share_requests([len(r.prompt) + len(r.response) for r in requests], self.ranks)
+        shares = deal([len(r.prompt) + len(r.response) for r in requests], self.ranks)
         mine = [[requests[i] for i in share] for share in shares]
         with self._phase("score"):
-            found = self._call("attnrl_score", mine, scoring, self.budget)
+            found = self._call(worker.score, mine, scoring, self.budget)
         scores: list[Any] = [None] * len(requests)
         for share, (part, report) in zip(shares, found, strict=True):
             for index, one in zip(share, part, strict=True):

@@ -31,8 +31,6 @@ CONTRACT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("verl.utils.config:omega_conf_to_dataclass", ("config",)),
     ("verl.workers.engine_workers:ActorRolloutRefWorker", ("config", "role")),
     ("verl.workers.engine_workers:ActorRolloutRefWorker.init_model", ()),
-    ("verl.workers.engine_workers:ActorRolloutRefWorker.save_checkpoint", ("local_path", "global_step")),
-    ("verl.workers.engine_workers:ActorRolloutRefWorker.load_checkpoint", ("local_path", "del_local_after_load")),
     ("verl.workers.engine_workers:ActorRolloutRefWorker.update_weights", ("global_steps", "mode")),
     ("verl.workers.engine.fsdp.transformer_impl:FSDPEngine.eval_mode", ("kwargs",)),
     ("verl.workers.engine.fsdp.transformer_impl:FSDPEngine.train_mode", ("kwargs",)),

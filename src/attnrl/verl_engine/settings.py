@@ -27,6 +27,8 @@ def check(config: Config, model_config: Any, *, learn: bool) -> None:
     """Raise where the engine cannot run the config. `model_config`: of transformers."""
     if config.model.lora_rank:
         raise ConfigError("engine verl trains full weights only: set model.lora_rank to 0, or use engine local")
+    if config.update.fused:
+        raise ConfigError("update.fused is of engine local: FSDP2 gathers weights around the model's own modules")
     wanted, limit = max_tokens(config, learn=learn), getattr(model_config, "max_position_embeddings", None)
     if limit is not None and wanted > limit:
         raise ConfigError(
@@ -51,8 +53,6 @@ def overrides(config: Config, *, model: str, dtype: str, learn: bool) -> list[st
         "optim.weight_decay": update.weight_decay,
         "optim.betas": list(update.betas),
         "optim.clip_grad": update.max_grad_norm,
-        "checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
-        "checkpoint.load_contents": "[model,optimizer,extra]",
         "fsdp_config.model_dtype": "fp32",
         "+fsdp_config.mixed_precision.param_dtype": precision,
         "use_torch_compile": False,  # of verl's own losses, which are not called
@@ -114,7 +114,7 @@ def stop_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
     """Tokens that end a response, as for the local engine, without loading the model."""
     from transformers import GenerationConfig
 
-    from attnrl.local.models import stop_token_ids
+    from attnrl.data.texts import stop_token_ids
 
     try:
         generation = GenerationConfig.from_pretrained(model)
@@ -123,14 +123,10 @@ def stop_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
     return stop_token_ids(SimpleNamespace(generation_config=generation), tokenizer)
 
 
-def read_state(path: Path, ranks: int) -> dict[str, Any]:
+def read_state(path: Path) -> dict[str, Any]:
     """What the driver wrote into a checkpoint; raises where this engine cannot go on from it."""
-    if not (path / STATE).is_file():
-        raise MissingFileError(f"{path} is no checkpoint of engine verl: {STATE} is missing")
+    for name in (STATE, "actor/.metadata"):
+        if not (path / name).is_file():
+            raise MissingFileError(f"{path} is no checkpoint of engine verl: {name} is missing")
     state: dict[str, Any] = json.loads((path / STATE).read_text())
-    if state["ranks"] != ranks:
-        raise ConfigError(
-            f"{path} was written by {state['ranks']} ranks and loads only there; now there are {ranks}. Resume with "
-            f"engine.verl.nodes x gpus_per_node = {state['ranks']}, or start anew with --model.path {path / 'model'}"
-        )
     return state

@@ -2,17 +2,15 @@
 
 FSDP2 gathers layers by collectives, so every rank must run as many forwards: ranks with fewer packs run fillers. An
 error on one rank alone would leave the others waiting: inputs are checked in the driver, before the call.
-
-Shapes: N loss tokens of a microbatch.
 """
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +20,12 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from attnrl import scoring
 from attnrl.attention.decoder import check_head, lone_from
-from attnrl.attention.paths import path_attention
 from attnrl.attention.trie import bins_by_budget
-from attnrl.config import UpdateConfig
-from attnrl.local.learner import UpdateMetrics
-from attnrl.local.logprobs import token_logprobs
-from attnrl.local.packing import Pack, pack
-from attnrl.policy.objective import LossSums, Objective, loss_sums
+from attnrl.policy.logprobs import pack_attention
+from attnrl.policy.metrics import UpdateMetrics
+from attnrl.policy.objective import LossSums
+from attnrl.policy.packing import Pack, pack
+from attnrl.policy.passes import Passes
 from attnrl.scoring.scorer import ScoreReport
 from attnrl.types import Sample, ScoreRequest, Scores, Scoring, Step, as_floats, as_ids
 
@@ -94,8 +91,9 @@ def over_ranks(values: Sequence[float], device: torch.device, op: Any = None) ->
     return [float(value) for value in tensor]
 
 
-def most(value: float, device: torch.device) -> float:
-    return over_ranks([value], device, dist.ReduceOp.MAX)[0]
+def idle(own: int, device: torch.device) -> int:
+    """How many forwards more the busiest rank runs than this one with its own."""
+    return int(over_ranks([own], device, dist.ReduceOp.MAX)[0]) - own
 
 
 def score(
@@ -103,131 +101,79 @@ def score(
 ) -> tuple[list[Scores], ScoreReport]:
     """Scores of this rank's requests, by attnrl.scoring as it is, and what they cost."""
     prepare(module)
-    options: dict[str, Any] = {
-        "delta": scoring_.delta,
-        "key_reduce": scoring_.key_reduce,
-        "temperature": scoring_.temperature,
-        "fci": scoring_.fci,
-    }
+    options = asdict(scoring_)
     lengths = [len(r.prompt) + len(r.response) for r in requests]
-    own = len(bins_by_budget(lengths, token_budget, lone_from(module)))
-    idle = int(most(own, device)) - own
+    fillers = idle(len(bins_by_budget(lengths, token_budget, lone_from(module))), device)
     filler = ScoreRequest(as_ids([0]), as_ids([0]), (Step(0, 1),))
     report = ScoreReport()
 
     def work(model: Any) -> list[Scores]:
         found = scoring.score(model, requests, token_budget=token_budget, report=report, **options)
-        for _ in range(idle):
+        for _ in range(fillers):
             scoring.score(model, [filler], **options)
         return found
 
-    found = inside(module, work)
+    with torch.no_grad():
+        found = inside(module, work)
     module.reshard()
     return found, report
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Minibatch:
-    """This rank's share of one minibatch: its microbatches, and how many forwards every rank runs."""
-
-    packs: list[Pack]
-    forwards: int
-    units: float  # over all ranks: what the mean of the loss runs over
-    filler: Pack
-
-    @property
-    def all(self) -> list[Pack]:
-        """As many on every rank."""
-        return [*self.packs, *[self.filler] * (self.forwards - len(self.packs))]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Rank:
-    """One FSDP2 module on one rank, and how the policy is updated."""
+    """One rank of those that learn together. Microbatches without rows are fillers."""
 
-    module: Any
+    passes: Passes
     device: torch.device
-    options: UpdateConfig
-    objective: Objective
-    temperature: float
 
-    def lay_out(self, packs: Sequence[Sequence[Sample]], *, share: bool) -> Minibatch:
-        """The microbatches on the device; a collective."""
+    def lay_out(self, packs: Sequence[Sequence[Sample]], *, share: bool) -> list[Pack]:
+        """This rank's microbatches of one minibatch on the device, filled up to as many as others; a collective."""
         mine = [pack(samples, range(len(samples)), self.device, share_prefixes=share) for samples in packs]
-        units = over_ranks([sum(self.objective.units(p.counts) for p in mine)], self.device)[0]
-        return Minibatch(mine, int(most(len(mine), self.device)), units, pack([FILLER], [0], self.device))
+        filler = replace(pack([FILLER], [0], self.device), rows=())
+        return mine + [filler] * idle(len(mine), self.device)
 
-    def logprobs(self, module: Any, minibatch: Minibatch) -> list[Tensor]:
-        """Log-probs of the loss tokens of each of this rank's microbatches under a prepared module; no gradient."""
-        found = []
-        for p in minibatch.all:
-            with torch.no_grad(), attention_of(module, p):
-                found.append(inside(module, functools.partial(self.forward, p=p))[0])
+    def logprobs(self, module: Any, packs: Sequence[Pack]) -> list[Tensor]:
+        """Log-probs of the loss tokens of each microbatch under a prepared module; no gradient."""
+        with torch.no_grad():
+            found = [inside(module, partial(self.passes.logprobs, pack=p)) for p in packs]
         module.reshard()
-        return found[: len(minibatch.packs)]
-
-    def forward(self, model: Any, p: Pack) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the loss tokens. ([N], [N])"""
-        out = model.base_model(input_ids=p.ids_T[None], position_ids=p.positions_T[None], use_cache=False)
-        return token_logprobs(
-            model,
-            out.last_hidden_state[0],
-            p,
-            temperature=self.temperature,
-            chunk=self.options.logit_chunk_tokens,
-            entropy_gradient=self.options.entropy_weight != 0,
-        )
+        return found
 
     def learn(
-        self, minibatch: Minibatch, reference: Sequence[Tensor] | None, old: Sequence[Tensor] | None, sync: Sync
+        self,
+        module: Any,
+        packs: Sequence[Pack],
+        reference: Sequence[Tensor] | None = None,
+        old: Sequence[Tensor] | None = None,
+        *,
+        sync: Sync,
     ) -> UpdateMetrics:
         """Gradients of one minibatch, left in the module; the metrics are this rank's.
 
         `reference`, `old`: log-probs of the frozen policy and of the learner before the update, by microbatch.
         """
+        units = over_ranks([sum(self.passes.objective.units(p.counts) for p in packs if p.rows)], self.device)[0]
         metrics = UpdateMetrics()
-        for i, p in enumerate(minibatch.all):
-            real = i < len(minibatch.packs)
+        for i, p in enumerate(packs):
+            known = {"reference_N": reference and reference[i], "old_N": old and old[i]}
 
-            def work(model: Any, p: Pack = p, i: int = i, real: bool = real) -> tuple[Tensor, LossSums | None]:
-                new_N, entropy_N = self.forward(model, p)
-                if not real:
-                    return new_N.sum() * 0.0, None
-                sums = loss_sums(
-                    new_N,
-                    entropy_N,
-                    advantages_N=p.advantages_N,
-                    behaviour_N=p.behaviour_N,
-                    counts=p.counts,
-                    objective=self.objective,
-                    reference_N=reference[i] if reference is not None else None,
-                    old_N=old[i] if old is not None else None,
-                )
+            def work(model: Any, p: Pack = p, known: Any = known) -> tuple[Tensor, LossSums]:
+                sums = self.passes.loss(model, p, **known)
                 return sums.loss, sums  # FSDP2 hooks its backward to the tensors it can see in the answer
 
-            with sync(i == minibatch.forwards - 1), attention_of(self.module, p):
-                loss, sums = inside(self.module, work)
-                # FSDP2 takes the mean over ranks, the loss is a mean over the units of all ranks
-                (loss * (dist.get_world_size() / minibatch.units)).backward()
-            if sums is not None:
+            # FSDP2 takes the mean over ranks, the loss is a mean over the units of all ranks
+            weight = dist.get_world_size() / units if p.rows else 0.0
+            with sync(i == len(packs) - 1), pack_attention(module, p):
+                loss, sums = inside(module, work)
+                (loss * weight).backward()
+            if p.rows:
                 metrics.add_microbatch(sums, p)
         return metrics
 
 
-def attention_of(module: Any, p: Pack) -> AbstractContextManager[Any]:
-    """The pack's attention; open through backward, since gradient checkpointing attends again."""
-    return path_attention(module, p.runs)
-
-
 def together(ranks: Sequence[UpdateMetrics]) -> UpdateMetrics:
     """The metrics of all ranks of an update; norms and skipped updates are the same on each."""
-    total = UpdateMetrics()
-    total.norms, total.skipped = ranks[0].norms, ranks[0].skipped
+    total = UpdateMetrics(norms=ranks[0].norms, skipped=ranks[0].skipped)
     for part in ranks:
-        for name, value in part.sums.items():
-            total.sums[name] = total.sums.get(name, torch.zeros(())) + value
-        for name in ("tokens", "units", "forward_tokens", "path_tokens", "microbatches"):
-            setattr(total, name, getattr(total, name) + getattr(part, name))
-    found = [part.ratio_max for part in ranks if part.ratio_max is not None]
-    total.ratio_max = torch.stack(found).max() if found else None
+        total.add(part)
     return total

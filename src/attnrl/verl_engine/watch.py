@@ -21,44 +21,39 @@ class Watch:
     def __init__(self, limit_s: float, say: Callable[[str], None], grace_s: float = 15.0) -> None:
         """`grace_s`: from the limit to the error, for the traces of the ranks to arrive."""
         self.limit_s, self.say, self.grace_s = limit_s, say, grace_s
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # by phase
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """While open, says every minute that the phase still runs; past the limit, prints the driver's stack (the
-        ranks print their own), then raises TrainingError. The error comes as an alarm: in the main thread only."""
-        start, done = time.monotonic(), threading.Event()
-        thread = threading.Thread(target=self._beat, args=(name, done), daemon=True)
-        thread.start()
-        main = threading.current_thread() is threading.main_thread()
+        """While open, says every minute that the phase still runs; at the limit, prints the driver's stack (the ranks
+        print their own), then raises TrainingError. All this comes by alarms: in the main thread only."""
+        start, main = time.monotonic(), threading.current_thread() is threading.main_thread()
+        limit_s = self.limit_s
+
+        def alarm(*_: object) -> None:
+            took = time.monotonic() - start
+            if took >= limit_s + self.grace_s:
+                raise TrainingError(
+                    f"{name} took longer than engine.verl.phase_limit_s ({limit_s:g} s); stack traces are above"
+                )
+            if took >= limit_s:
+                self.say(f"{name} exceeds its limit of {limit_s:g} s; where driver and ranks stand:")
+                faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+                signal.setitimer(signal.ITIMER_REAL, limit_s + self.grace_s - took)
+                return
+            self.say(f"{name} runs, {took:.0f} s")
+            signal.setitimer(signal.ITIMER_REAL, min(BEAT_S, limit_s - took))
+
         if main:
-            before = signal.signal(signal.SIGALRM, lambda *_: self._raise(name))
-            signal.setitimer(signal.ITIMER_REAL, self.limit_s + self.grace_s)
+            before = signal.signal(signal.SIGALRM, alarm)
+            signal.setitimer(signal.ITIMER_REAL, min(BEAT_S, limit_s))
         try:
             yield
         finally:
             if main:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
-            done.set()
-            thread.join()
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
-
-    def _beat(self, name: str, done: threading.Event) -> None:
-        start = time.monotonic()
-        while not done.wait(min(BEAT_S, max(0.0, start + self.limit_s - time.monotonic()))):
-            took = time.monotonic() - start
-            if took < self.limit_s:
-                self.say(f"{name} runs, {took:.0f} s")
-                continue
-            self.say(f"{name} exceeds its limit of {self.limit_s:g} s; where driver and ranks stand:")
-            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
-            return
-
-    def _raise(self, name: str) -> None:
-        raise TrainingError(
-            f"{name} took longer than engine.verl.phase_limit_s ({self.limit_s:g} s); stack traces are above"
-        )
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call."""

@@ -1,6 +1,7 @@
 """verl's FSDP2 engine on the CPU. Named as actor_rollout_ref.model.external_lib: ranks load it before their model."""
 
 import os
+import time
 
 import torch.distributed as dist
 from verl.workers.engine.base import EngineRegistry
@@ -29,3 +30,9 @@ class CPUTrainingWorker(TrainingWorker):
 
 
 ActorRolloutRefWorker.actor_worker_cls = ActorRolloutRefWorker.ref_worker_cls = CPUTrainingWorker
+
+
+def stand_still(worker, seconds):
+    """A verb of the ranks that takes its time."""
+    time.sleep(seconds)
+    return seconds

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnrl.attention.trie import bins_by_budget
-from attnrl.local.packing import input_length, pack
+from attnrl.policy.packing import input_length, pack
 from attnrl.types import Sample, as_floats, as_ids
 
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnrl.attention.trie import Runs, make_trie
+from attnrl.attention.trie import Runs, bins_by_budget, fill_shared_bins, make_trie
 from attnrl.types import Ids, Sample, as_ids
 
 
@@ -65,6 +65,17 @@ def input_length(sample: Sample) -> int:
 def input_ids(sample: Sample) -> Ids:
     """The tokens the model reads of a sample."""
     return as_ids(np.concatenate([sample.prompt, sample.response])[: input_length(sample)])
+
+
+def microbatches(samples: Sequence[Sample], rows: Sequence[int], budget: int, *, share: bool) -> list[list[int]]:
+    """The samples `rows` in microbatches of at most `budget` tokens to run over, those that share a prefix together
+    where it is to be run over once. A sample longer than the budget has one of its own.
+    """
+    if share:
+        bins = fill_shared_bins([input_ids(samples[row]) for row in rows], budget)
+    else:
+        bins = bins_by_budget([input_length(samples[row]) for row in rows], budget)
+    return [[rows[i] for i in part] for part in bins]
 
 
 def pack(

@@ -5,8 +5,7 @@ Shapes: T tokens of a pack, N loss tokens, U predictions they need, C tokens of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnrl.attention.decoder import logits_head
 from attnrl.attention.paths import path_attention
-from attnrl.local.models import head_logits, plain
-from attnrl.local.packing import Pack
+from attnrl.policy.packing import Pack
 
 CHUNK_ELEMENTS = 2**27  # of float32 logits held at once when no chunk size is given: 512 MiB
 
@@ -27,30 +25,22 @@ def chunk_tokens(vocabulary: int) -> int:
 
 
 class Fused(Protocol):
-    """A model's forward in kernels of our own: see `LearningDecoder`."""
+    """A model's forward in kernels of our own: see `attnrl.local.learn`."""
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor) -> Tensor: ...
     def stats(self, logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]: ...
 
 
-@contextmanager
-def packed_hidden(model: Any, pack: Pack, fused: Fused | None = None) -> Iterator[Tensor]:
-    """Last hidden states of a pack, each sequence seeing only itself and its own prefix. [T, D]
+def pack_attention(model: Any, pack: Pack) -> AbstractContextManager[Any]:
+    """While open, each sequence of the pack sees only itself and its own prefix.
 
-    A context, because gradient checkpointing runs the layers again during `backward`: call it inside.
+    Call `backward` inside: gradient checkpointing runs the layers again there. The model is Hugging Face's own.
     """
-    hf = plain(model)
-    with path_attention(hf, pack.runs):
-        if fused is not None:
-            yield fused.hidden(pack.ids_T, pack.positions_T)
-            return
-        out = hf.base_model(input_ids=pack.ids_T[None], position_ids=pack.positions_T[None], use_cache=False)
-        yield out.last_hidden_state[0]
+    return path_attention(model, pack.runs)
 
 
 def token_logprobs(
     model: Any,
-    hidden_TD: Tensor,
     pack: Pack,
     *,
     temperature: float = 1.0,
@@ -60,17 +50,24 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the loss tokens at the sampling temperature, and entropies of their distributions. ([N], [N])
 
-    The head runs over `chunk` tokens at a time and again in `backward`, so that at most one chunk of logits exists.
+    One forward of the model's body, inside `pack_attention`. The head runs over `chunk` tokens at a time and again in
+    `backward`, so that at most one chunk of logits exists.
     """
+    if fused is not None:
+        hidden_TD = fused.hidden(pack.ids_T, pack.positions_T)
+    else:
+        out = model.base_model(input_ids=pack.ids_T[None], position_ids=pack.positions_T[None], use_cache=False)
+        hidden_TD = out.last_hidden_state[0]
     # index_select, not indexing: its backward adds in a fixed order, so that runs on several threads are repeatable
     hidden_UD = hidden_TD.index_select(0, pack.source_U)
-    size = chunk or chunk_tokens(plain(model).get_output_embeddings().weight.shape[0])
+    size = chunk or chunk_tokens(model.get_output_embeddings().weight.shape[0])
+    logits_of = logits_head(model)
 
     def head(hidden_CD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
         if fused is not None:
-            logprobs_C, entropy_C = fused.stats(logits_head(plain(model))(hidden_CD), targets_C, temperature)
+            logprobs_C, entropy_C = fused.stats(logits_of(hidden_CD), targets_C, temperature)
             return logprobs_C, entropy_C if entropy_gradient else entropy_C.detach()
-        logits_CV = head_logits(model, hidden_CD) / temperature
+        logits_CV = logits_of(hidden_CD).float() / temperature
         lse_C = logits_CV.logsumexp(-1)
         logprobs_C = logits_CV.gather(-1, targets_C[:, None])[:, 0] - lse_C
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -94,5 +91,5 @@ def pack_logprobs(
     model: Any, pack: Pack, *, temperature: float = 1.0, chunk: int | None = None, fused: Fused | None = None
 ) -> Tensor:
     """Log-probs of the loss tokens of a pack, without gradient. [N]"""
-    with torch.no_grad(), packed_hidden(model, pack, fused) as hidden_TD:
-        return token_logprobs(model, hidden_TD, pack, temperature=temperature, chunk=chunk, fused=fused)[0]
+    with torch.no_grad(), pack_attention(model, pack):
+        return token_logprobs(model, pack, temperature=temperature, chunk=chunk, fused=fused)[0]
