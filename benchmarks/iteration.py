@@ -1,28 +1,39 @@
 """Whole training iterations, phase by phase: AttnRL through `attnrl.train` at the shape of a real model.
 
 Weights are random, so that no download is needed. Such a model ends no response by itself: every one runs to the limit,
-which makes the iteration as long as it can be. Rewards are the parity of a response's hash, steps are 45 tokens long
-(the median of the real transcripts), and the trees are those of the preset.
+or, with `--lengths`, to a drawn length. Rewards are the parity of a response's hash, steps are 45 tokens long (the
+median of the real transcripts), trees those of the preset.
 
     python benchmarks/iteration.py --prompts 4 --limit 2048 --iterations 3 --tokenizer DIR --out iteration.json
+    python benchmarks/iteration.py --prompts 16 --limit 8192 --lengths --plain --tokenizer DIR --out iteration.json
 
-writes seconds per phase, tokens, speeds and memory of each iteration as JSON.
+writes seconds per phase, tokens, speeds and memory of each iteration as JSON; `--plain` replays the last iteration the
+plain way (`plain.py`) in the same run and adds its seconds and the ratios.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import attnrl
+from attnrl.backend import Backend
+from attnrl.local.backend import build
 from attnrl.reward import declare
-from attnrl.types import Attempt
+from attnrl.types import Attempt, Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
+from plain import Work
+from plain import run as run_plain
 
 SHAPES: dict[str, dict[str, int]] = {
     "1.5B": {
@@ -40,6 +51,9 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 1,
     },
 }
+# Response lengths are log-normal, as those of 600 transcripts of DeepSeek-R1-Distill-Qwen-1.5B on real problems:
+# standard deviation of the logarithm 0.67, mean 0.30 of the 99th percentile, which is put at the limit.
+SIGMA, MEAN = 0.67, 0.30
 KEPT = (
     "seconds/",
     "generate/",
@@ -58,6 +72,60 @@ KEPT = (
 def parity(attempts: Sequence[Attempt]) -> list[float]:
     """1 or 0 by the hash of the response: outcomes that differ between branches, whatever the model."""
     return [float(hashlib.sha256(a.response.encode()).digest()[0] & 1) for a in attempts]
+
+
+@dataclass(slots=True)
+class Recorder:
+    """The local engine. It remembers what the last iteration asked of it, and ends responses at drawn lengths."""
+
+    inner: Backend
+    mean: float | None  # response tokens; None: every response runs to its limit
+    work: Work = field(default_factory=Work)
+
+    @property
+    def version(self) -> int:
+        return self.inner.version
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        asked = [self._cut(request) for request in requests]
+        self.work = replace(self.work, requests=asked)
+        rollouts = self.inner.generate(asked, sampling)
+        return [replace(rollout, finish="stop") for rollout in rollouts]
+
+    def _cut(self, request: Request) -> Request:
+        if self.mean is None:
+            return request
+        length = np.random.default_rng(request.seed).lognormal(np.log(self.mean) - SIGMA**2 / 2, SIGMA)
+        return replace(request, max_tokens=int(np.clip(length, 32, request.max_tokens)))
+
+    def score(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
+        self.work = replace(self.work, scored=list(requests))
+        return self.inner.score(requests, scoring)
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+        self.work = replace(self.work, samples=list(samples))
+        return self.inner.update(samples)
+
+    def metrics(self) -> dict[str, float]:
+        return self.inner.metrics()
+
+    def save(self, path: Path) -> None:
+        self.inner.save(path)
+
+    def load(self, path: Path) -> None:
+        self.inner.load(path)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+ENGINES: list[Recorder] = []
+
+
+def engine(config: Any, **given: Any) -> Recorder:
+    mean = os.environ.get("ITERATION_MEAN")
+    ENGINES.append(Recorder(build(config, **given), float(mean) if mean else None))
+    return ENGINES[-1]
 
 
 def make_model(shape: str, tokenizer: str | None, folder: Path) -> None:
@@ -92,15 +160,20 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--microbatch-tokens", type=int, default=16_384)
+    parser.add_argument("--lengths", action="store_true", help="responses end at drawn lengths, not at the limit")
+    parser.add_argument("--plain", action="store_true", help="the last iteration again, the plain way")
+    parser.add_argument("--fused", action="store_true", help="update.fused: the learner's own kernels")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.modules["iteration"] = sys.modules["__main__"]  # the config names parts of this file
+    if args.lengths:
+        os.environ["ITERATION_MEAN"] = str(args.limit * MEAN)
     rows: list[dict[str, float]] = []
+    record: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(args).items()}, "iterations": rows}
 
     def keep(metrics: dict[str, float]) -> None:
         rows.append({k: v for k, v in metrics.items() if k.startswith(KEPT)})
-        record = {"arguments": {k: str(v) for k, v in vars(args).items()}, "iterations": rows}
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
@@ -120,6 +193,8 @@ def main() -> None:
                 "algo.segmenter_options": {"tokens": 45},
                 "algo.prompts": args.prompts,
                 "evaluation.every": 0,
+                "engine.name": "iteration:engine",
+                "update.fused": args.fused,
                 "engine.local.rows": args.rows,
                 "update.microbatch_tokens": args.microbatch_tokens,
                 "run.iterations": args.iterations,
@@ -128,6 +203,25 @@ def main() -> None:
             },
             observers=[keep],
         )
+        if args.plain:
+            work = ENGINES[0].work
+            ENGINES.clear()
+            gc.collect()
+            record["plain"] = compared(str(Path(folder, "model")), work, rows[-1], args.microbatch_tokens)
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def compared(folder: str, work: Work, ours: dict[str, float], tokens: int) -> dict[str, Any]:
+    """The plain way's seconds over the same work, and how many times ours they are; ours hold grading too."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    plain = run_plain(folder, work, group_tokens=tokens, delta=4)
+    phases = {name: ours[f"seconds/{name}"] for name in ("generate", "score", "update")}
+    ratios = {name: plain["seconds"][name] / seconds for name, seconds in phases.items()}
+    ratios["iteration"] = sum(plain["seconds"].values()) / ours["seconds/iteration"]
+    return {**plain, "requests": len(work.requests), "samples": len(work.samples), "ratios": ratios}
 
 
 if __name__ == "__main__":
