@@ -190,12 +190,15 @@ def masked_scores(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Scores [H, Q, keys] of one query block as the model's softmax sees them, -inf where a query may not look."""
+    """Scores [H, Q, keys] of one query block as the model's softmax sees them, -inf where a query may not look.
+
+    Of one head, without the first axis, also.
+    """
     scores = torch.matmul(q_HQD, k_HTD.transpose(-1, -2)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    query = torch.arange(first_query, first_query + q_HQD.shape[1], device=q_HQD.device)[:, None]
-    key = torch.arange(first_key, first_key + k_HTD.shape[1], device=q_HQD.device)[None, :]
+    query = torch.arange(first_query, first_query + q_HQD.shape[-2], device=q_HQD.device)[:, None]
+    key = torch.arange(first_key, first_key + k_HTD.shape[-2], device=q_HQD.device)[None, :]
     hidden = key > query
     if window is not None:
         hidden = hidden | (key <= query - window)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from attnrl.attention.paths import masked_scores
 from attnrl.scoring.fci import run_body
 
 BLOCK_ELEMENTS = 1 << 24  # scores held at a time: 64 MiB of float32
@@ -60,15 +61,10 @@ def step_means(
         step_T[a:b] = number
     sums = torch.zeros(len(spans) + 1, len(spans), device=device)
     block = max(1, BLOCK_ELEMENTS // tokens)
-    keys = torch.arange(tokens, device=device)
     for first in range(0, tokens, block):
         rows = torch.arange(first, min(first + block, tokens), device=device)
-        scores_BT = (q_TD[rows] @ k_TD.T) * scale
-        scores_BT = scores_BT if softcap is None else softcap * torch.tanh(scores_BT / softcap)
-        hidden = keys[None] > rows[:, None]
-        if window is not None:
-            hidden |= keys[None] <= rows[:, None] - window
-        weights_BT = torch.softmax(scores_BT.masked_fill(hidden, -torch.inf), dim=-1)
+        scores_BT = masked_scores(q_TD[rows], k_TD, first, 0, scale, window, softcap)
+        weights_BT = torch.softmax(scores_BT, dim=-1)
         total_BT = torch.nn.functional.pad(weights_BT.double().cumsum(dim=1), (1, 0))
         by_step_BS = ((total_BT[:, stops] - total_BT[:, starts]) / sizes).float()
         sums.index_add_(0, step_T[rows], by_step_BS)
