@@ -178,7 +178,7 @@ class Bench:
             taken = stats.seconds - stats.prefill_seconds
             line = {"rows": rows, "context": context, "top_p": sampling.top_p, "ms": 1e3 * taken / stats.steps}
             line |= {"prefill_tokens_s": stats.prefilled_tokens / stats.prefill_seconds}
-            line |= {"fused": stats.fused, "graph": stats.cuda_graph, "shape": str(sampler.batch._shape)}  # type: ignore[attr-defined]
+            line |= {"fused": stats.fused, "graph": stats.cuda_graph, "shape": str(sampler.batch._state.shape)}  # type: ignore[attr-defined]
             out.append(line)
             print(line, flush=True)
             sampler.release()

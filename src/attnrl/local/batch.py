@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnrl.attention.paged import PagedDecode, has_kernels
 from attnrl.attention.pages import (
     PAGE,
     Ints,
@@ -28,24 +27,17 @@ from attnrl.attention.pages import (
     PagePool,
     Pages,
     bytes_per_token,
-    common_pages,
-    cut,
-    groups_of,
     pages_for,
-    shared_rows,
 )
 from attnrl.attention.trie import Trie, common_prefix, continue_trie, sorted_rows
 from attnrl.local.draw import uniforms
 from attnrl.local.forward import Forward, draw_column
 from attnrl.local.graphs import Graphs
 from attnrl.local.layout import lay_out
+from attnrl.local.paged_state import PagedState, Shape
 from attnrl.local.rows import RowTable
 from attnrl.local.stats import SamplerStats, length_bucket, step_rows
 from attnrl.types import Ids, Request, Sampling, as_ids
-
-PROGRAMS = 528  # pieces of attention that keep all multiprocessors of a large GPU busy, a few each
-MIN_CHUNK = 256  # tokens of the shortest piece
-REPLAN = 8  # looks after which the pieces are cut anew, since rows have grown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,16 +47,6 @@ class _Carry:
     context: Ids
     pages: Pages
     logits_V: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a captured step depends on, besides the sampling."""
-
-    rows: int
-    single: int  # items
-    shared: int
-    splits: int  # pieces that a row may have; 1: the pieces need no joining
 
 
 class PagedBatch:
@@ -97,20 +79,13 @@ class PagedBatch:
         self.table = RowTable([], 0)
         self.stats = SamplerStats()
         self._layers, self._dtype, self._stops_V, self._cache_bytes = tuple(layers), dtype, stops_V, cache_bytes
-        self._kv_heads = max(layer.kv_heads for layer in layers)
         most = getattr(model.config, "max_position_embeddings", None)
         self._last_position = 1 << 40 if most is None else most - 1  # a finished row runs on until the next look
         self._requests: Sequence[Request] = ()
         self._carry: _Carry | None = None
-        self._pages_RM = np.zeros((0, 0), np.int32)  # the pages of each running row, and how many it holds
-        self._held_R = np.zeros(0, np.int64)
-        self._spared = 0  # tokens that rows need not hold, since their neighbour does
         self.pool: PagePool | None = None
         self._graphs = Graphs(model, self.device, enabled=cuda_graphs)
         self._forward = Forward(model, layers, dtype)
-        self._look = 0
-        self._shape = Shape(0, 0, 0, 1)
-        self._scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._make_state(0, 0)
 
     # A call
@@ -151,7 +126,7 @@ class PagedBatch:
     def release(self) -> None:
         """Frees pages, state and graphs."""
         self._graphs.clear()
-        self._scratch.clear()
+        self._state.scratch.clear()
         self.pool = None
         self._forward.release()
 
@@ -175,21 +150,15 @@ class PagedBatch:
         pool.peak = 0
         self.stats.cache_bytes = pool.pages * pool.page_bytes
         columns = max(pages_for(length_bucket(sizes[0])), pages_for(self.check_every) + 1)
-        if self._table_RM.shape[0] < step_rows(rows) or self._table_RM.shape[1] < columns:
+        size = self._state.table_RM.shape
+        if size[0] < step_rows(rows) or size[1] < columns:
             self._graphs.clear()
             self._make_state(step_rows(rows), columns)
 
     def _make_state(self, rows: int, columns: int) -> None:
-        device, check = self.device, self.check_every
-        self._pages_RM, self._held_R = np.zeros((rows, columns), np.int32), np.zeros(rows, np.int64)
-        self._table_RM = torch.zeros(rows, columns, dtype=torch.int32, device=device)
-        self._tokens_R, self._lengths_R = torch.zeros(2, rows, dtype=torch.int64, device=device)
-        self._uniform_RC, self._logprobs_RC = torch.zeros(2, rows, check, dtype=torch.float32, device=device)
-        self._ids_RC = torch.zeros(rows, check, dtype=torch.int64, device=device)
-        self._column_1 = torch.zeros(1, dtype=torch.int64, device=device)
-        self._most_items = 4 * rows + 2 * PROGRAMS
-        self._single_I5, self._shared_I5 = torch.zeros(2, self._most_items, 5, dtype=torch.int32, device=device)
-        self._splits_R = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._pages_RM = np.zeros((rows, columns), np.int32)  # the pages of each running row, and how many it holds
+        self._held_R = np.zeros(rows, np.int64)
+        self._state = PagedState(self.model, self._layers, rows, columns, self.check_every)
 
     # Admitting requests
 
@@ -233,7 +202,7 @@ class PagedBatch:
             else:
                 row, count = next(places), len(pages[i])
                 self._pages_RM[row, :count], self._held_R[row] = pages[i], count
-        self._look = 0
+        self._state.look = 0
         self.stats.prefills += bool(len(trie.ids_T))
         self.stats.prefilled_tokens += len(trie.ids_T)
         self.stats.saved_tokens += int(lengths.sum()) - len(trie.ids_T)
@@ -294,28 +263,20 @@ class PagedBatch:
     def advance(self, sampling: Sampling) -> int:
         """Draws up to `check_every` tokens for each running row and lets ended rows go; returns the tokens kept."""
         table = self.table
-        left = table.limits[table.request[: table.count]] - table.drawn[: table.count]
-        steps = min(self.check_every, int(left.max()))
+        steps = table.steps(self.check_every)
         self._make_room(steps)
-        active = slice(0, table.count)
         ids_RC, logprobs_RC = self._run(steps, sampling)
-        before = int(table.lengths_of.sum())
-        request = table.request[active].copy()
-        ended = table.record(request, table.drawn[active], ids_RC, logprobs_RC, self._stops_V)
-        drawn_by_ended = int(table.lengths_of.sum()) - before - int(table.drawn[active][ended].sum())
-        table.token[active] = ids_RC[:, -1]
-        table.length[active] += steps
-        table.drawn[active] += steps
+        ended, drawn = table.advance(ids_RC, logprobs_RC, self._stops_V)
         self.stats.steps += steps
-        self.stats.row_steps += steps * self._shape.rows
+        self.stats.row_steps += steps * self._state.shape.rows
         if ended.any():
             for row in np.flatnonzero(ended).tolist():
                 self._held().drop(self._row_pages(row))
             kept = np.flatnonzero(~ended)
             self._pages_RM[: len(kept)], self._held_R[: len(kept)] = self._pages_RM[kept], self._held_R[kept]
             table.keep(kept)
-            self._look = 0
-        return drawn_by_ended + steps * int((~ended).sum())
+            self._state.look = 0
+        return drawn
 
     def _make_room(self, steps: int) -> None:
         """Gives every row the pages of its coming tokens; puts the last rows back where there are too few."""
@@ -343,7 +304,7 @@ class PagedBatch:
         contexts = [table.so_far(i, as_ids(self._requests[i].context)) for i in self.waiting]
         self.waiting = [self.waiting[i] for i in sorted_rows(contexts)]
         self.stats.put_back += 1
-        self._look = 0
+        self._state.look = 0
 
     def _row_pages(self, row: int) -> Pages:
         return self._pages_RM[row, : self._held_R[row]]
@@ -352,100 +313,32 @@ class PagedBatch:
         """Advances all rows by `steps` tokens; returns ids and log-probs [running, steps] of the running ones."""
         running = self.table.count
         self._place()
-        key = (self._shape, sampling)
+        state = self._state
+        key = (state.shape, sampling)
         for _ in range(steps):
-            self._graphs.step(key, self._step, (self._tokens_R, self._lengths_R, self._column_1))
-        ids_RC = self._ids_RC[:running, :steps].cpu().numpy()
-        return ids_RC, self._logprobs_RC[:running, :steps].cpu().numpy()
+            self._graphs.step(key, self._step, (state.tokens_R, state.lengths_R, state.column_1))
+        ids_RC = state.ids_RC[:running, :steps].cpu().numpy()
+        return ids_RC, state.logprobs_RC[:running, :steps].cpu().numpy()
 
     def _place(self) -> None:
         """Sets the device's state from the host's."""
-        table, device = self.table, self.device
+        table, state, pool = self.table, self._state, self._held()
         running = table.count
-        active = slice(0, running)
-        rows = step_rows(running)
-        columns = int(self._held_R[:running].max())
-        self._table_RM[:running, :columns] = torch.from_numpy(self._pages_RM[:running, :columns]).to(device)
-        self._table_RM[running:rows] = 0
-        state = np.stack([table.token[active], table.length[active], table.streams[table.request[active]],
-                          table.drawn[active]])  # fmt: skip
-        tokens_R, lengths_R, streams_R, drawn_R = torch.from_numpy(state).to(device)
-        self._tokens_R[:running], self._lengths_R[:running] = tokens_R, lengths_R
-        self._lengths_R[running:rows] = 0
-        coming_RC = drawn_R[:, None] + torch.arange(self.check_every, device=device)
-        self._uniform_RC[:running] = uniforms(streams_R[:, None], coming_RC)
-        self._column_1.zero_()
-        if self._look % REPLAN == 0 or rows != self._shape.rows:
-            self._plan_items(rows)
-        self._look += 1
-        pool = self._held()
+        state.place(table, self._pages_RM[:running], self._held_R[:running])
         if pool.used == pool.peak:
-            alive = int(table.length[:running].sum()) - self._spared
+            alive = int(table.length[:running].sum()) - state.spared
             self.stats.cache_live_bytes = alive * pool.page_bytes // PAGE
-
-    def _plan_items(self, rows: int) -> None:
-        """Cuts the attention of the coming steps into pieces of about equal size."""
-        lengths = self.table.length[: self.table.count] + 1
-        held = self._held_R[: len(lengths)]
-        common = common_pages(self._pages_RM[: len(lengths), : int(held.max())], held)
-        self._spared = PAGE * int(common.sum())
-        if not has_kernels(self.device):
-            self._shape = Shape(rows, 0, 0, 1)
-            return
-        groups = groups_of(common, len(lengths), shared_rows(self._group_size()))
-        spared = sum((count - 1) * shared * PAGE for _, count, shared in groups)
-        work = (int(lengths.sum()) - spared) * self._kv_heads
-        chunk = max(MIN_CHUNK, -(-work // (PROGRAMS * 64)) * 64)
-        items = cut(groups, lengths, chunk)
-        while max(len(items.single_I5), len(items.shared_I5)) > self._most_items:
-            chunk *= 2
-            items = cut(groups, lengths, chunk)
-        splits = 1 << (int(items.splits_R.max()) - 1).bit_length()
-        single = min(self._most_items, length_bucket(max(rows, len(items.single_I5))))
-        shared = min(self._most_items, length_bucket(len(items.shared_I5))) if len(items.shared_I5) else 0
-        self._shape = Shape(rows, single, shared, splits)
-        self._single_I5[:single] = 0
-        self._single_I5[: len(items.single_I5)] = torch.from_numpy(items.single_I5).to(self.device)
-        self._shared_I5[:shared] = 0
-        self._shared_I5[: len(items.shared_I5)] = torch.from_numpy(items.shared_I5).to(self.device)
-        self._splits_R[:rows] = 0
-        self._splits_R[: len(lengths)] = torch.from_numpy(items.splits_R).to(self.device)
-
-    def _group_size(self) -> int:
-        config = self.model.config.get_text_config()
-        return max(1, int(config.num_attention_heads) // min(layer.kv_heads for layer in self._layers))
-
-    def _attention(self) -> PagedDecode:
-        """The step's attention, over the state as it is on the device."""
-        shape = self._shape
-        rows = shape.rows
-        lengths_R = self._lengths_R[:rows]
-        table_RM = self._table_RM[:rows]
-        page_R = table_RM.gather(1, (lengths_R // PAGE)[:, None])[:, 0]
-        slots_R = page_R.long() * PAGE + lengths_R % PAGE
-        scratch, splits_R = None, None
-        if shape.splits > 1:
-            splits_R = self._splits_R[:rows]
-            scratch = self._scratch.get((rows, shape.splits))
-            if scratch is None:
-                heads = self._group_size() * self._kv_heads
-                widest = max(layer.value_dim for layer in self._layers)
-                size = (rows, shape.splits, heads, widest)
-                part = torch.empty(size, dtype=torch.float32, device=self.device)
-                scratch = self._scratch[rows, shape.splits] = (part, torch.empty_like(part[..., 0]))
-        shared_I5 = self._shared_I5[: shape.shared] if shape.shared else None
-        single_I5 = self._single_I5[: shape.single]
-        return PagedDecode(self._held(), table_RM, lengths_R, slots_R, single_I5, shared_I5, splits_R, scratch)
 
     def _step(self, key: tuple[Shape, Sampling]) -> None:
         """One token for each row. Everything stays on the device, in place: the whole step can be captured."""
         shape, sampling = key
-        rows = shape.rows
-        tokens_R, lengths_R = self._tokens_R[:rows], self._lengths_R[:rows]
-        logits_RV = self._forward.logits(tokens_R, lengths_R.clamp(max=self._last_position), self._attention(), None)
-        outputs = self._ids_RC[:rows], self._logprobs_RC[:rows]
-        draw_column(logits_RV, self._uniform_RC[:rows], self._column_1, tokens_R, lengths_R, *outputs, sampling)
-        self._column_1.add_(1)
+        rows, state = shape.rows, self._state
+        tokens_R, lengths_R = state.tokens_R[:rows], state.lengths_R[:rows]
+        attention = state.attention(self._held())
+        logits_RV = self._forward.logits(tokens_R, lengths_R.clamp(max=self._last_position), attention, None)
+        outputs = state.ids_RC[:rows], state.logprobs_RC[:rows]
+        draw_column(logits_RV, state.uniform_RC[:rows], state.column_1, tokens_R, lengths_R, *outputs, sampling)
+        state.column_1.add_(1)
 
     # Pages
 

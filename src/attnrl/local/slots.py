@@ -135,8 +135,7 @@ class SlotBatch:
         table = self.table
         running = table.count
         active = slice(0, running)
-        left = table.limits[table.request[active]] - table.drawn[active]
-        steps = min(self.check_every, int(left.max()))
+        steps = table.steps(self.check_every)
         needed = int(table.length[active].max()) + steps
         cache = self._cache_for(needed)
         if self.check_every > 1:
@@ -144,13 +143,7 @@ class SlotBatch:
         else:
             blocks = row_blocks(table.length[active], cache.capacity)
         ids_RC, logprobs_RC = self._run(cache, steps, running, blocks, sampling)
-        before = int(table.lengths_of.sum())
-        request = table.request[active].copy()
-        ended = table.record(request, table.drawn[active], ids_RC, logprobs_RC, self._stops_V)
-        drawn_by_ended = int(table.lengths_of.sum()) - before - int(table.drawn[active][ended].sum())
-        table.token[active] = ids_RC[:, -1]
-        table.length[active] += steps
-        table.drawn[active] += steps
+        ended, kept = table.advance(ids_RC, logprobs_RC, self._stops_V)
         self.stats.steps += steps
         self.stats.row_steps += steps * blocks[-1][1]
         if ended.any():
@@ -158,7 +151,7 @@ class SlotBatch:
             if len(source):
                 cache.move(source, target, int(table.length[: table.count].max()))
             self._place()
-        return drawn_by_ended + steps * int((~ended).sum())
+        return kept
 
     def _run(
         self, cache: KVCache, steps: int, running: int, blocks: Blocks, sampling: Sampling
@@ -213,11 +206,7 @@ class SlotBatch:
 
     def _place(self) -> None:
         """Sets the device's state from the host's."""
-        table = self.table
-        active = slice(0, table.count)
-        streams = table.streams[table.request[active]]
-        state = np.stack([table.token[active], table.length[active], streams, table.drawn[active]])
-        self._state_4R[:, : table.count] = torch.from_numpy(state).to(self.device)
+        self._state_4R[:, : self.table.count] = torch.from_numpy(self.table.state()).to(self.device)
 
     def _cache_for(self, needed: int) -> KVCache:
         """The cache, grown if `needed` positions do not fit: by half at least, to no more than the call can need."""
