@@ -138,7 +138,7 @@ class VerlBackend:
         return metrics.summary(lr=learning_rate(self.options, self.counters.updates), samples=sum(map(len, plan)))
 
     def save(self, path: Path) -> None:
-        """Write weights, optimizer, counters and random states into the existing directory `path`."""
+        """Write weights, optimizer and counters into the existing directory `path`; ranks draw no random numbers."""
         if not path.is_dir():
             raise MissingFileError(f"no directory {path} to save into")
         self._sleep()

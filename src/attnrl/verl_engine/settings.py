@@ -43,51 +43,49 @@ def check(config: Config, model_config: Any, *, learn: bool) -> None:
 def overrides(config: Config, *, model: str, dtype: str, learn: bool) -> list[str]:
     """The settings of verl that the config means, those of engine.verl.overrides last."""
     update, engine = config.update, config.engine.verl
-    budget, half = update.microbatch_tokens, dtype == "bfloat16"
-    precision = "bf16" if half else "fp32"
-    actor = {
-        "strategy": "fsdp2",
-        "use_dynamic_bsz": True,
-        "ppo_max_token_len_per_gpu": budget,
-        "optim.lr": update.lr,
-        "optim.weight_decay": update.weight_decay,
-        "optim.betas": list(update.betas),
-        "optim.clip_grad": update.max_grad_norm,
-        "fsdp_config.model_dtype": "fp32",
+    budget, precision = update.microbatch_tokens, "bf16" if dtype == "bfloat16" else "fp32"
+    module = {
         "+fsdp_config.mixed_precision.param_dtype": precision,
         "use_torch_compile": False,  # of verl's own losses, which are not called
         "fsdp_config.use_torch_compile": False,
     }
-    ref = {
-        "fsdp_config.model_dtype": precision,
-        "+fsdp_config.mixed_precision.param_dtype": precision,
-        "use_torch_compile": False,
-        "fsdp_config.use_torch_compile": False,
+    sections = {
+        "model": {
+            "path": model,
+            "use_remove_padding": True,
+            "enable_gradient_checkpointing": update.gradient_checkpointing,
+            "+override_config.attn_implementation": "sdpa",  # our attention takes its place in every forward
+            "+override_config.attention_dropout": 0.0,
+        },
+        "actor": {
+            "strategy": "fsdp2",
+            "use_dynamic_bsz": True,
+            "ppo_max_token_len_per_gpu": budget,
+            "optim.lr": update.lr,
+            "optim.weight_decay": update.weight_decay,
+            "optim.betas": list(update.betas),
+            "optim.clip_grad": update.max_grad_norm,
+            "fsdp_config.model_dtype": "fp32",
+            **module,
+        },
+        "ref": {"fsdp_config.model_dtype": precision, **module},
+        "rollout": {
+            "name": "vllm",
+            "tensor_model_parallel_size": 1,
+            "load_format": "auto",
+            "dtype": dtype,
+            "max_model_len": max_tokens(config, learn=learn),
+            "log_prob_use_dynamic_bsz": True,  # verl asks for the same value as the actor's
+            "log_prob_max_token_len_per_gpu": budget,
+        },
     }
-    rollout = {
-        "name": "vllm",
-        "tensor_model_parallel_size": 1,
-        "load_format": "auto",
-        "dtype": dtype,
-        "max_model_len": max_tokens(config, learn=learn),
-        "log_prob_use_dynamic_bsz": True,  # verl asks for the same value as the actor's
-        "log_prob_max_token_len_per_gpu": budget,
-    }
-    model_section = {
-        "path": model,
-        "use_remove_padding": True,
-        "enable_gradient_checkpointing": update.gradient_checkpointing,
-        "+override_config.attn_implementation": "sdpa",  # our attention takes its place in every forward
-        "+override_config.attention_dropout": 0.0,
-    }
-    other = {
-        "trainer.nnodes": engine.nodes,
-        "trainer.n_gpus_per_node": engine.gpus_per_node,
-        "data.max_prompt_length": config.data.max_prompt_tokens,
-        "data.max_response_length": config.sampling.max_response_tokens,
-    }
-    found = [f"{key}={value}" for key, value in other.items()]
-    for name, section in (("model", model_section), ("actor", actor), ("ref", ref), ("rollout", rollout)):
+    found = [
+        f"trainer.nnodes={engine.nodes}",
+        f"trainer.n_gpus_per_node={engine.gpus_per_node}",
+        f"data.max_prompt_length={config.data.max_prompt_tokens}",
+        f"data.max_response_length={config.sampling.max_response_tokens}",
+    ]
+    for name, section in sections.items():
         for key, value in section.items():
             plus = "+" if key.startswith("+") else ""
             found.append(f"{plus}actor_rollout_ref.{name}.{key.removeprefix('+')}={value}")
