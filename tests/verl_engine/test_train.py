@@ -30,6 +30,7 @@ OF_TIME = (
     "sync/",
 )  # what a resumed run need not repeat
 LIMIT_S = 900
+ADAPTIVE = "delta = 1\nmax_prompts = 6"  # what AttnRL alone takes
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def run_until(run: Path, iterations: int, *words: str) -> tuple[subprocess.Popen
 @pytest.fixture(scope="module")
 def whole(home) -> Path:
     """A run of AttnRL at two ranks that nothing interrupts."""
-    preset = tiny.write_preset(home, "attnrl_1p5b", 2, algo="delta = 1")
+    preset = tiny.write_preset(home, "attnrl_1p5b", 2, algo=ADAPTIVE)
     code, lines = finish(attnrl("train", preset, "--run-dir", home / "whole"))
     assert code == 0, "\n".join(lines[-40:])
     return home / "whole"
@@ -178,7 +179,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(home, whole, preset, ranks):
     stayed, moved = whole if preset == "attnrl_1p5b" else home / preset, home / f"{preset}_moved"
     shutil.copytree(stayed, moved)
     shutil.rmtree(moved / "checkpoints" / "000005")
-    algo = "delta = 1" if preset == "attnrl_1p5b" else ""
+    algo = ADAPTIVE if preset == "attnrl_1p5b" else ""
     words = [tiny.write_preset(home, preset, ranks, algo=algo), "--run-dir", moved, "--resume"]
     code, lines = finish(attnrl("train", *words))
     assert code == 0, "\n".join(lines[-40:])
@@ -192,7 +193,7 @@ def test_a_run_goes_on_at_another_number_of_ranks(home, whole, preset, ranks):
 
 def test_check_proves_an_installation(home):
     """`attnrl check` over the engine: sampler and learner agree, and an update at no rate moves nothing."""
-    preset = tiny.write_preset(home, "attnrl_1p5b", 1, algo="delta = 1")
+    preset = tiny.write_preset(home, "attnrl_1p5b", 1, algo=ADAPTIVE)
     code, lines = finish(attnrl("check", preset))
     assert code == 0, "\n".join(lines[-40:])
     said = {words[1]: words[0] for line in lines if (words := line.split()) and words[0] in ("ok", "look", "wrong")}

@@ -113,7 +113,6 @@ max_prompt_tokens = 64
 max_response_tokens = 40
 [algo]
 prompts = 4
-max_prompts = 6
 group = 3
 segmenter = "every_n_tokens"
 segmenter_options = {{tokens = 4}}
