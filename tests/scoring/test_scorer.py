@@ -1,5 +1,8 @@
 """The scorer against full logits, and the parts it is made of."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -160,3 +163,31 @@ def test_modules_keep_their_own_training_flag() -> None:
     assert model.training
     assert model.model.layers[1].training
     assert not model.model.layers[0].training
+
+
+LONG = """
+import resource
+import numpy as np, torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from attnrl.local.models import prepare_model
+from attnrl.scoring import score
+from attnrl.types import ScoreRequest, Step, as_ids
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+torch.set_num_threads(1)
+shape = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+model = prepare_model(Qwen2ForCausalLM(Qwen2Config(vocab_size=151_936, tie_word_embeddings=True, **shape)))
+ids = as_ids(np.random.default_rng(0).integers(1, 1000, 1500))
+before = peak()
+(found,) = score(model, [ScoreRequest(ids[:20], ids, tuple(Step(a, a + 20) for a in range(0, 1500, 20)))])
+assert found.logprobs.shape == found.entropy.shape == (1500,) and (found.logprobs < 0).all()
+print(peak() - before)
+"""
+
+
+def test_memory_does_not_grow_by_the_logits_of_every_chunk() -> None:
+    """1,500 tokens of a vocabulary as real models have it: their logits are 0.9 GB, those of a chunk 33 MB."""
+    answer = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, check=True)
+    assert float(answer.stdout) < 0.5

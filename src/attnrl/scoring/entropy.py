@@ -47,11 +47,10 @@ def logprobs_and_entropy(
     inner: Any = model
     row_bytes = int(inner.get_output_embeddings().weight.shape[0]) * hidden_NW.element_size()
     rows = chunk or max(1, min(4096, CHUNK_BYTES.get(hidden_NW.device.type, 1 << 25) // row_bytes))
-    parts = [
-        stats_of(head(hidden_NW[at : at + rows]), targets_N[at : at + rows], temperature)
-        for at in range(0, len(targets_N), rows)
-    ]
-    if not parts:
-        return hidden_NW.new_zeros(0).float(), hidden_NW.new_zeros(0).float()
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    # Results have their place before the first chunk: on a CPU, small ones kept between chunks would lie in the holes
+    # that freed logits leave, so that the next logits, as large as the last, find none and the heap grows with each.
+    logprobs_N, entropy_N = (torch.empty(len(targets_N), device=hidden_NW.device) for _ in range(2))
+    for at in range(0, len(targets_N), rows):
+        here = slice(at, at + rows)
+        logprobs_N[here], entropy_N[here] = stats_of(head(hidden_NW[here]), targets_N[here], temperature)
+    return logprobs_N, entropy_N
