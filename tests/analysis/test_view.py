@@ -214,6 +214,22 @@ class TestInTheBrowser:
             shown = f"[...document.querySelectorAll('tbody tr[data-key]')].map(r => r.cells[{at}].innerText)"
             cells = browser.run(shown)
             assert cells == ["3/4" if rule == "fci" else "–"] * 6
+            browser.open(view.url + "#tree/0/1/0")
+            shown = browser.text(".map")
+            assert ("Response 1" in shown) == ("not branched" not in shown) == (rule == "none")
+            assert ("4 responses" if rule == "none" else "4 trees, 14 leaves") in browser.text(".pills")
+        browser.open(served(tmp_path / "grpo", run).url)
+        assert "These runs drew" not in browser.text("main")  # both cost the same
+        rows = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+        more = [{**row, "generate/total_tokens": 2 * row.get("generate/total_tokens", 0)} for row in rows]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in more))
+        browser.open(served(tmp_path / "grpo", run).url)
+        assert "These runs drew 9k to 18k tokens: their last numbers are not at equal cost" in browser.text(".cost")
+        grpo = served(tmp_path / "grpo")
+        browser.open(grpo.url + "#tree/0/1/0")
+        advantages = [tree["nodes"][0]["advantage"] for tree in grpo.watches[0].forest(1, 0)["trees"]]
+        for advantage in advantages:
+            assert f"A {advantage:+.3f}".replace("-", "−") in browser.text(".map")
 
     @pytest.mark.parametrize("kind", ["view", "report"])
     def test_model_text_is_always_text(

@@ -51,15 +51,22 @@ function headView(run, number) {
   const h = run.headline, env = run.environment;
   const facts = [
     ["Preset", h.preset], ["Model", h.model],
-    ["Method", [h.rule && `branching ${h.rule}`, h.estimator && `advantages ${h.estimator}`, h.schedule && h.schedule.replaceAll("_", " ")].filter(Boolean).join(" · ")],
+    ["Method", [run.branches ? h.rule && `branching ${h.rule}` : "no branching", h.estimator && `advantages ${h.estimator}`, h.schedule && h.schedule.replaceAll("_", " ")].filter(Boolean).join(" · ")],
     ["Iterations", h.planned && h.planned !== h.iterations ? `${h.iterations} of ${h.planned}` : h.iterations],
     ["Generated", `${compact(h.generated_tokens)} tokens drawn`],
-    ["Trained on", `${compact(h.valid_tokens)} tokens with signal; a prefix that several paths share counts in each of them`],
+    ["Trained on", `${compact(h.valid_tokens)} tokens with signal${run.branches ? "; a prefix that several paths share counts in each of them" : ""}`],
     ["Training time", `${duration(h.seconds)}, without evaluation`],
     ["Seed", h.seed], ["Commit", env.commit ? `${String(env.commit).slice(0, 10)}${env.changed ? ", with changes" : ""}` : null],
   ].filter(([, value]) => value !== null && value !== undefined && value !== "");
   return el("article", { class: "card head", css: { "--colour": colour(number) } }, el("div", {}, el("h2", {}, run.name), h.about ? el("p", { class: "about" }, h.about) : null, h.complaint ? el("p", { class: "complaint wrong" }, h.complaint) : null, scoreView(run)),
     el("dl", { class: "facts num" }, facts.map(([name, value]) => [el("dt", {}, name), el("dd", {}, String(value))])));
+}
+
+/** Runs side by side that did not cost the same: said before anyone compares their last numbers. */
+function costView() {
+  const spent = runs.map((run) => run.headline.generated_tokens).filter((tokens) => tokens > 0);
+  if (spent.length < 2 || Math.max(...spent) < 1.05 * Math.min(...spent)) return null;
+  return el("p", { class: "lead cost" }, `These runs drew ${compact(Math.min(...spent))} to ${compact(Math.max(...spent))} tokens: their last numbers are not at equal cost. Choose tokens as the horizontal axis, or run attnrl compare with --at tokens.`);
 }
 
 function controls() {
@@ -193,7 +200,7 @@ function tellingView() {
 const KEY_FIGURES = ["trunks/accuracy", "train/valid_token_share", "policy/kl", "generate/length"];
 const figures = () => DATA.sections.flatMap((s) => s.figures);
 const overview = () => [
-  el("div", { class: "heads" }, runs.map(headView)), heldOutView(), tellingView(), reasonsView(),
+  el("div", { class: "heads" }, runs.map(headView)), costView(), heldOutView(), tellingView(), reasonsView(),
   section("At a glance", "Four of the curves; all of them are under Curves. Click a point to see the trees of its iteration.", el("div", { class: "grid wide" }, figures().filter((f) => KEY_FIGURES.includes(f.key) && logged(f.key)).map((f) => panel(f)))),
 ];
 const curvesPage = () => [heldOutView(), DATA.sections.map(sectionView), secondsView(), otherView()];

@@ -29,14 +29,18 @@ function hover(node, ...lines) {
 }
 const line = (text, cls) => el("div", { class: cls || null }, text);
 
+/** Whether the run's method makes no branches at all: its trees are responses, each with an advantage of its own. */
+const branchless = (forest) => forest.trees.every((t) => kindOf(t.reason) === "no_rule");
+const treeName = (forest) => (branchless(forest) ? "Response" : "Tree");
+
 function forestMap(forest, chosen, choose) {
-  const width = 1100, left = 64, right = 1010, high = 24, low = 17, gap = 10;
+  const phone = innerWidth < 560, width = phone ? 360 : 1100, left = branchless(forest) ? 96 : 64, right = width - 90, high = 24, low = 17, gap = branchless(forest) ? 2 : 10;
   const longest = Math.max(...forest.trees.flatMap((t) => [t.tokens, ...t.branches.map((b) => b.point + b.tokens)]), 1);
   const top = Math.max(...forest.trees.flatMap((t) => t.steps.map((s) => s.fci || 0)), 1e-12);
   const sx = (token) => left + (token / longest) * (right - left);
   const root = svg("svg", { role: "group", "aria-label": "Map of the forest: one row a rollout, left to right in tokens" });
   let y = 20;
-  for (const t of ticks(0, longest, 8, "count").at) {
+  for (const t of ticks(0, longest, phone ? 3 : 8, "count").at) {
     if (t > longest) continue;
     root.append(svg("text", { x: sx(t), y: 10, "text-anchor": "middle" }, t === 0 ? "0 tokens" : compact(t)), svg("line", { class: "gridline", x1: sx(t), x2: sx(t), y1: 15, y2: 9999 }));
   }
@@ -44,22 +48,22 @@ function forestMap(forest, chosen, choose) {
     svg("text", { x: x + 7, y: middle + 4.5, class: verdict(leaf) }, mark(leaf)),
     svg("text", { x: width - 4, y: middle + 4, "text-anchor": "end" }, value));
   forest.trees.forEach((tree, number) => {
-    const group = svg("g", { class: `rollout ${number === chosen ? "chosen" : ""}`, tabindex: 0, role: "button", "aria-label": `Tree ${number + 1}, trunk ${verdict(tree)}, ${tree.branches.length} branches` },
+    const group = svg("g", { class: `rollout ${number === chosen ? "chosen" : ""}`, tabindex: 0, role: "button", "aria-label": `${treeName(forest)} ${number + 1}, trunk ${verdict(tree)}, ${counted(tree.branches.length, "branch", "branches")}` },
       svg("rect", { class: "hit", x: 0, y: y - 2, width, height: high + 2, rx: 5 }),
-      svg("text", { class: "name", x: 6, y: y + high / 2 + 3.5 }, `Tree ${number + 1}`));
+      svg("text", { class: "name", x: 6, y: y + high / 2 + 3.5 }, `${treeName(forest)} ${number + 1}`));
     for (const step of tree.steps)
       group.append(hover(svg("rect", { x: sx(step.start), y: y + 2, width: Math.max(sx(step.stop) - sx(step.start), 0.8), height: high - 11, css: { fill: step.fci === null ? "var(--grid)" : heat(step.fci / top), stroke: "var(--line)", "stroke-width": sx(step.stop) - sx(step.start) > 4 ? "0.6" : "0" } }),
         () => [line(`tree ${number + 1}, step ${tree.steps.indexOf(step) + 1}${step.fci === null ? "" : ` · FCI ${digits(step.fci, 3)}`}`, "when"), line(oneLine(step.text), "clipped")]));
     for (const node of tree.nodes)
       group.append(hover(svg("rect", { x: sx(node.start), y: y + high - 8, width: Math.max(sx(node.stop) - sx(node.start) - 1, 1), height: 5, rx: 1.5, css: { fill: valueColour(node.value) } }),
         () => [line(`tree ${number + 1}, tokens ${node.start} to ${node.stop}`, "when"), line(`V ${node.value.toFixed(2)} · A ${signed(node.advantage)} · leaves below: ${node.leaves}`)]));
-    end(group, tree, sx(tree.tokens), y + high / 2, `V ${tree.nodes[0].value.toFixed(2)}`);
+    end(group, tree, sx(tree.tokens), y + high / 2, branchless(forest) ? `A ${signed(tree.nodes[0].advantage)}` : `V ${tree.nodes[0].value.toFixed(2)}`);
     const pick = (branch) => () => choose(number, branch);
     put(group, { on: { click: pick(null), keydown: (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); choose(number, null); } } } }, []);
     root.append(group);
     const under = y + high - 3;
     y += high + 2;
-    if (!tree.branches.length) {
+    if (!tree.branches.length && !branchless(forest)) {
       root.append(svg("text", { x: left, y: y + 9 }, `not branched: ${treeReasonName(tree.reason)}`));
       y += 13;
     }
@@ -76,15 +80,16 @@ function forestMap(forest, chosen, choose) {
       root.append(svg("path", { d: `M${sx(point)} ${under - 15}l4.5 4.5l-4.5 4.5l-4.5 -4.5z`, css: { fill: "var(--point)", stroke: "var(--card)", "stroke-width": "1", "pointer-events": "none" } }));
     y += gap;
   });
+  root.style.setProperty("min-width", phone ? "0" : "900px");
   root.setAttribute("viewBox", `0 0 ${width} ${y}`);
   root.querySelectorAll(".gridline").forEach((l) => l.setAttribute("y2", y - gap));
   const scored = forest.trees.some((t) => t.steps.some((s) => s.fci !== null));
   return el("div", {}, el("div", { class: "map" }, root), el("div", { class: "keys" },
     scored ? el("span", {}, "FCI of a step, low to high ", el("i", { class: "ramp heat" })) : el("span", {}, "steps were not scored in this run"),
     el("span", {}, "value V of a node, 0 to 1 ", el("i", { class: "ramp value" })),
-    el("span", {}, el("b", { css: { color: "var(--point)" } }, "◆"), " branch point"),
+    branchless(forest) ? null : el("span", {}, el("b", { css: { color: "var(--point)" } }, "◆"), " branch point"),
     el("span", {}, el("b", { class: "right" }, "✓"), " right  ", el("b", { class: "wrong" }, "✗"), " wrong"),
-    el("span", {}, "right: V of the whole tree, A of a branch"), el("span", {}, "Click a row to read it.")));
+    el("span", {}, branchless(forest) ? "right: A of the response; this method does not branch" : "right: V of the whole tree, A of a branch"), el("span", {}, "Click a row to read it.")));
 }
 
 const TREE_REASON_NAMES = { branched: "branched", filtered: "prompt filtered out", budget: "tree number used up", no_candidate: "no candidate step", rule: "rule found no place", no_rule: "the rule makes no branches", error: "errors" };
@@ -211,7 +216,7 @@ function forestView(forest, at, first, firstBranch) {
       el("button", { type: "button", role: "tab", "aria-selected": String(i === chosen), tabindex: i === chosen ? 0 : -1, on: { click: () => choose(i, null, true), keydown: (e) => {
         const by = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
         if (by) { e.preventDefault(); e.stopPropagation(); choose((i + by + forest.trees.length) % forest.trees.length, null, true); }
-      } } }, `Tree ${i + 1} `, el("span", { class: verdict(t) }, mark(t)), t.branches.length ? ` + ${t.branches.length}` : "")));
+      } } }, `${treeName(forest)} ${i + 1} `, el("span", { class: verdict(t) }, mark(t)), t.branches.length ? ` + ${t.branches.length}` : "")));
     const bars = [stepBars(current, "FCI by step", "black: what a step at that place gets on average; violet: branched", "FCI", (s) => s.fci, (s) => placeMean(at.run, current, s)),
       stepBars(current, "Entropy by step", "mean over the step's tokens; violet: branched", "nats", (s) => s.entropy, null)];
     tree.replaceChildren(tabs, el("div", { class: "grid wide" }, bars.filter(Boolean)),
@@ -234,7 +239,7 @@ function forestView(forest, at, first, firstBranch) {
   const node = el("div", { class: "card forest" },
     el("div", { class: "part" }, el("p", { class: "label" }, "Prompt"), el("p", { class: "problem" }, forest.problem || "(the problem's words are not on record)"),
       el("div", { class: "pills" }, el("span", { class: "pill" }, `reference: ${forest.answers.map((a) => short(a, 80)).join(" or ")}`),
-        el("span", { class: "pill" }, `V(root) ${forest.root.toFixed(3)}`), el("span", { class: "pill" }, `${forest.trees.length} trees, ${forest.leaves} leaves`), el("span", { class: "pill" }, of),
+        el("span", { class: "pill" }, `V(root) ${forest.root.toFixed(3)}`), el("span", { class: "pill" }, branchless(forest) ? counted(forest.leaves, "response") : `${counted(forest.trees.length, "tree")}, ${counted(forest.leaves, "leaf", "leaves")}`), el("span", { class: "pill" }, of),
         el("span", { class: "pill whypill" }, `${reasonName(kindOf(forest.reason))}: ${reasonWords("prompt", forest.reason)}`)), definitions()),
     map, tree);
   const by = (n) => choose((chosen + n + forest.trees.length) % forest.trees.length, null, true);
