@@ -97,14 +97,14 @@ def problem_cells(found: dict[str, list[Problem]]) -> Cells:
 
 def node_cells(found: dict[str, dict[str, Any]]) -> Cells:
     """Bias and variance of the two inner nodes of a tree, by rule."""
-    head = ["nodes", "true value", "bias", "variance", "as good as independent rollouts", "variance of the true values"]
-    cells = [["rule", "node", *head]]
+    head = ["nodes", "true value", "bias", "squared error", "variance", "leaves", "worth of independent rollouts"]
+    cells = [["rule", "text", *head]]
     for rule, places in found.items():
         for place, q in places.items():
             bias = "{:+.3f} ({:+.3f} to {:+.3f})".format(*q["bias"])
-            worth = f"{q['worth of leaves']:.1f} (has {q['leaves']:.0f} leaves)"
-            row = [f"{q['true value']:.2f}", bias, f"{q['variance']:.3f}", worth, f"{q['true spread']:.3f}"]
-            cells.append([rule, place, str(q["nodes"]), *row])
+            squared = "{:.3f} ({:.3f} to {:.3f})".format(*q["squared error"])
+            row = [f"{q['true value']:.2f}", bias, squared, f"{q['variance']:.3f}"]
+            cells.append([rule, place, str(q["nodes"]), *row, f"{q['leaves']:.0f}", f"{q['worth of leaves']:.1f}"])
     return cells
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -28,6 +29,7 @@ import evidence_tables as tables  # noqa: E402
 import node_values  # noqa: E402
 import step_values  # noqa: E402
 from evidence import Cell, Queue  # noqa: E402
+from node_values import Place  # noqa: E402
 
 
 def row(stage: str, preset: str, seed: int, rate: float, after: float) -> dict:
@@ -119,46 +121,63 @@ class TestForests:
 
 class TestNodeValues:
     def test_over_all_outcomes_bias_and_squared_error_are_the_true_ones(self):
-        """A place of value 0.3, judged by two leaves, against three further rollouts: every outcome, by its chance."""
-        bias = error = total = 0.0
-        for outcome in product((0.0, 1.0), repeat=5):
-            chance = float(np.prod([0.3 if r else 0.7 for r in outcome]))
-            judged = node_values.node("q", True, outcome[:2], outcome[2:])
-            bias, error, total = bias + chance * judged.error, error + chance * judged.squared_error, total + chance
-        assert total == pytest.approx(1.0)
-        assert bias == pytest.approx(0.0)
-        assert error == pytest.approx(0.3 * 0.7 / 2)
-
-    def test_a_value_that_favours_the_trunk_shows_as_bias(self):
-        """The rule looks at the trunk: here only at places whose trunk ends right. Value 0.5, leaves 1 and one more."""
-        cases = [(chosen, further) for chosen in (0.0, 1.0) for further in ([1.0, 0.0], [0.0, 1.0])]
-        judged = [node_values.node(str(i), True, [1.0, leaf], further) for i, (leaf, further) in enumerate(cases)]
-        found = node_values.quality(judged)
-        assert found["bias"][0] == pytest.approx(0.25)
-        assert found["true value"] == 0.5
+        """Places of value 0.3 and 0.6, three rollouts at each, a trunk that is right with 0.6: every outcome by its
+        chance, against what two branches a point would give, by the same chances.
+        """
+        estimated, exact = np.zeros((2, 2)), np.zeros((2, 2))  # error and squared error of the two nodes
+        for trunk, *drawn in product((0.0, 1.0), repeat=7):
+            found = node_values.nodes("q", trunk, Place(4, drawn[:3]), Place(9, drawn[3:]))
+            weight = chance([trunk, *drawn], [0.6] + [0.3] * 3 + [0.6] * 3)
+            estimated += weight * np.array([[n.error, n.squared_error] for n in found])
+        for trunk, a, b, c, d in product((0.0, 1.0), repeat=5):
+            errors = ((trunk + a + b + c + d) / 5 - 0.3, (trunk + c + d) / 3 - 0.6)
+            exact += chance([trunk, a, b, c, d], [0.6, 0.3, 0.3, 0.6, 0.6]) * np.array([[e, e * e] for e in errors])
+        np.testing.assert_allclose(exact[:, 0], [0.18, 0.0], atol=1e-12)  # (0.6 + 0.6 + 1.2)/5 - 0.3, and none
+        np.testing.assert_allclose(estimated, exact, atol=1e-12)
 
     def test_quality_by_hand(self):
-        judged = [node_values.Node("a", True, 1.0, 0.75, 0.05, 5), node_values.Node("b", True, 0.0, 0.25, 0.05, 5)]
+        judged = [
+            node_values.Node("a", True, 5, 0.75, 0.2, 0.4, 0.3),
+            node_values.Node("b", True, 5, 0.25, 0.2, 0.2, 0.1),
+        ]
         found = node_values.quality(judged)
-        assert found["bias"][0] == 0.0  # +0.25 and -0.25
-        assert found["variance"] == pytest.approx(0.0625 - 0.05)
-        assert found["worth of leaves"] == pytest.approx((0.1875 + 0.05) / (0.0625 - 0.05))
-        assert found["true spread"] == pytest.approx(0.0625 - 0.05)
+        assert found["bias"][0] == pytest.approx(0.3)
+        assert found["variance"] == pytest.approx(0.2 - 0.09)
+        assert found["worth of leaves"] == pytest.approx(0.2 / 0.11)
+        assert found["true value"] == 0.5
+
+    def test_points_that_are_one_make_one_node_of_five_leaves(self):
+        error = squared = 0.0
+        for trunk, *drawn in product((0.0, 1.0), repeat=5):
+            (found,) = node_values.nodes("q", trunk, Place(4, drawn[:2]), Place(4, drawn[2:]))
+            weight = chance([trunk, *drawn], [0.3] * 5)
+            error, squared = error + weight * found.error, squared + weight * found.squared_error
+        assert found.leaves == 5
+        assert (error, squared) == pytest.approx((0.0, 0.3 * 0.7 / 5))  # five independent leaves
 
     def test_branches_are_read_in_the_order_of_the_rules(self, tmp_path):
-        """Rule number i: at its first point the branch number i alone is right, at its second all but that one."""
+        """Rule number i: at its first point i of eight branches are right, at its second one more."""
         rules, width = len(node_values.COMPARED), 8
-        rewards = [float((k == i) != second) for i in range(rules) for second in (False, True) for k in range(width)]
-        rows = [{"uid": "q", "tree": 0, "kind": "trunk", "reward": 1.0}]
-        rows += [{"uid": "q", "tree": 0, "kind": "branch", "reward": r} for r in rewards]
-        rows.append({"uid": "lone", "tree": 0, "kind": "trunk", "reward": 1.0})  # a trunk that was not branched
+        rows = [{"uid": "q", "tree": 0, "kind": "trunk", "point": 0, "reward": 1.0}]
+        rows += [
+            {"uid": "q", "tree": 0, "kind": "branch", "point": 5 + second, "reward": float(k < i + second)}
+            for i in range(rules)
+            for second in (0, 1)
+            for k in range(width)
+        ]
+        rows.append({"uid": "lone", "tree": 0, "kind": "trunk", "point": 0, "reward": 1.0})  # it was not branched
         (tmp_path / "forests").mkdir()
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "forests/000001.parquet")
-        found = node_values.read_nodes(tmp_path)
-        first, second = found["fci"]  # the right one and the wrong one are in the tree: 1 + (1, 0) + (0, 1) of 5
-        assert (first.value, first.truth, second.value, second.truth) == pytest.approx((3 / 5, 0, 2 / 3, 1))
-        first, second = found["oracle"]  # and here among the six others: 1 + (0, 0) + (1, 1) of 5
-        assert (first.value, first.truth, second.value, second.truth) == pytest.approx((3 / 5, 1 / 6, 1, 5 / 6))
+        found = node_values.read_nodes([tmp_path])
+        assert [[n.truth for n in found[name]] for name in node_values.COMPARED] == [
+            [i / 8, (i + 1) / 8] for i in range(rules)
+        ]
+        first, second = found["oracle"]  # 4 and 5 of 8
+        assert (first.error, second.error) == pytest.approx(((1 + 1 + 1.25) / 5 - 0.5, (1 + 1.25) / 3 - 0.625))
+
+
+def chance(outcome: Sequence[float], right: Sequence[float]) -> float:
+    return float(np.prod([p if r else 1 - p for r, p in zip(outcome, right, strict=True)]))
 
 
 class TestBaseModels:
