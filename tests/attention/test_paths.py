@@ -1,6 +1,7 @@
 """Packed attention gives every sequence what it gets alone."""
 
 import copy
+import itertools
 import threading
 
 import numpy as np
@@ -11,7 +12,7 @@ from fci_oracle import CONFIGS, longrope_model, of_family, sinks_model, tiny
 from attnrl.attention import interface, paths
 from attnrl.attention.decoder import lone_from
 from attnrl.attention.paths import attend, attention_kind, packed_attention, packed_positions
-from attnrl.attention.trie import apart
+from attnrl.attention.trie import apart, make_trie
 from attnrl.errors import ConfigError
 
 LENGTHS = [7, 1, 23, 14]
@@ -71,6 +72,76 @@ def test_long_sequences_cross_block_borders(monkeypatch: pytest.MonkeyPatch) -> 
                 for h in range(4):
                     s = 2.0 * torch.tanh(k[left : t + 1, h // 2] @ q[t, h] * 0.7 / 2.0)
                     assert torch.allclose(got[t, h], s.softmax(0) @ v[left : t + 1, h // 2], atol=1e-12)
+
+
+def seen_by_hand(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, path: np.ndarray, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """The attention of the last token of a path, head by head: [H, D]."""
+    left = 0 if window is None else max(0, len(path) - window)
+    keys, groups = torch.from_numpy(path[left:]), q.shape[1] // k.shape[1]
+    outs = []
+    for h in range(q.shape[1]):
+        s = k[keys, h // groups] @ q[path[-1], h] * 0.7
+        s = s if softcap is None else softcap * torch.tanh(s / softcap)
+        outs.append(s.softmax(0) @ v[keys, h // groups])
+    return torch.stack(outs)
+
+
+ROWS = [np.array(row) for row in ([7, 8, 1, 2, 3], [7, 8, 1, 2, 3, 4, 4], [7, 8, 1, 9, 9, 9], [5, 5], [7, 8, 1, 9])]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_runs_along_shared_paths_by_hand(
+    window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "BLOCK", 2)
+    trie = make_trie(ROWS)
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(len(trie.ids_T), n, 4, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
+    got, _, kind = attend(q, k, v, trie.runs("cpu"), scale=0.7, window=window, softcap=softcap)
+    assert kind == (paths.SDPA if window is None and softcap is None else paths.BLOCKS)
+    assert len(trie.ids_T) == 12 < sum(map(len, ROWS))
+    for path in trie.paths:
+        for n in range(1, len(path) + 1):
+            assert torch.allclose(got[path[n - 1]], seen_by_hand(q, k, v, path[:n], window, softcap), atol=1e-12)
+
+
+def varlen(q, k, v, q_ends, k_ends, q_most, k_most, dropout, causal, debug, **how):  # type: ignore[no-untyped-def]
+    """torch's flash kernel over sequences of different lengths, as it is documented, in plain torch: both masks are
+    aligned to the last query and the last key."""
+    outs, left, right = [], how["window_size_left"], how["window_size_right"]
+    assert (q_most, k_most) == (int(q_ends.diff().max()), int(k_ends.diff().max()))
+    assert not dropout
+    assert q.shape[2] % 8 == 0
+    for (a, b), (c, d) in zip(*(itertools.pairwise(e.tolist()) for e in (q_ends, k_ends)), strict=True):
+        ahead = torch.arange(d - c) - torch.arange(b - a)[:, None] - ((d - c) - (b - a))  # key minus query
+        seen = ahead <= (0 if causal else right if right >= 0 else d)
+        seen &= ahead >= (-left if left >= 0 else -d)
+        key, value = (x[c:d].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        s = torch.einsum("qhd,khd->hqk", q[a:b], key) * how["scale"]
+        outs.append(torch.einsum("hqk,khd->qhd", s.masked_fill(~seen, -torch.inf).softmax(-1), value))
+    return torch.cat(outs), None
+
+
+@pytest.mark.parametrize("head", [8, 12])
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("share", [False, True])
+def test_the_flash_call_describes_the_paths(
+    head: int, window: int | None, share: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What CUDA devices are asked for, with a stand-in for the device's kernel."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", varlen)
+    monkeypatch.setattr(paths, "attention_kind", lambda *_, **__: paths.FLASH)
+    trie = make_trie(ROWS, share=share)
+    generator = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(len(trie.ids_T), n, head, generator=generator, dtype=torch.float64) for n in (4, 2))
+    v = torch.randn(len(trie.ids_T), 2, head - 3, generator=generator, dtype=torch.float64)
+    got, _, _ = attend(q, k, v, trie.runs("cpu"), scale=0.7, window=window)
+    for path in trie.paths:
+        for n in range(1, len(path) + 1):
+            assert torch.allclose(got[path[n - 1]], seen_by_hand(q, k, v, path[:n], window, None), atol=1e-12)
 
 
 def test_collector_sees_every_layer_after_rotation() -> None:
