@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -256,6 +257,21 @@ def test_a_model_with_adapters_draws_with_them() -> None:
     for request, rollout in zip(requests, rollouts, strict=True):
         expected = plain_logprobs(model, request, rollout, Sampling())
         np.testing.assert_allclose(rollout.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_layers_with_a_config_of_their_own_are_cached_too(qwen2: Any, paged: bool) -> None:
+    """As sub-models of a composite model have; the model's own config is not the one its layers read."""
+    requests = forest_requests()[:6]
+    wanted = Sampler(qwen2, stop_ids=STOPS, paged=paged).generate(requests, Sampling(), version=0)
+    model = copy.deepcopy(qwen2)
+    for layer in model.model.layers:
+        layer.self_attn.config = copy.deepcopy(model.config)
+    found = Sampler(model, stop_ids=STOPS, paged=paged).generate(requests, Sampling(), version=0)
+    for a, b in zip(wanted, found, strict=True):
+        assert np.array_equal(a.ids, b.ids)
+        assert np.array_equal(a.logprobs, b.logprobs)
+    assert {layer.self_attn.config._attn_implementation for layer in model.model.layers} == {"sdpa"}
 
 
 def test_no_requests_no_rollouts(qwen2: Any) -> None:

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attnrl.attention.layout import lay_out
 from attnrl.attention.pages import (
     PAGE,
     Ints,
@@ -33,7 +34,6 @@ from attnrl.attention.trie import Trie, common_prefix, continue_trie, sorted_row
 from attnrl.local.draw import uniforms
 from attnrl.local.forward import Forward, draw_column
 from attnrl.local.graphs import Graphs
-from attnrl.local.layout import lay_out
 from attnrl.local.paged_state import PagedState, Shape
 from attnrl.local.rows import RowTable
 from attnrl.local.stats import SamplerStats, length_bucket, step_rows

@@ -16,12 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnrl.attention.decoder import evaluating
 from attnrl.attention.interface import Layer, attending
+from attnrl.attention.layout import prefill_attention, query_blocks
 from attnrl.attention.paged import has_kernels
 from attnrl.attention.pages import LayerShape, PagePool, pages_for, slots_of
 from attnrl.errors import ConfigError
 from attnrl.local.draw import draw
 from attnrl.local.fused import FusedDecoder, Recorded, agrees, fuse
-from attnrl.local.layout import prefill_attention, query_blocks
 from attnrl.types import Sampling
 
 _TEXT = 40  # tokens over which the fused forward is compared with the model's own
