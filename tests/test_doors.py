@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import attnrl
-from attnrl.config import load_config
+from attnrl.config import Config, load_config
 from attnrl.data.tasks import as_records
 from attnrl.errors import ConfigError, TrainingError
+from attnrl.launch.models import check_factory, open_engine
 
 MINE = '''
 import asyncio
@@ -319,3 +320,25 @@ def test_a_service_that_is_down_ends_the_run_with_the_cause(own):
     file.write_text("".join(map(hang_everywhere, file.read_text().splitlines())))
     with pytest.raises(TrainingError, match=r"12 of 12 rewards .*timeout: no answer within 0\.5 s"):
         attnrl.train("mine.toml", "run", say=lambda text: None)
+
+
+def test_an_engine_that_wants_the_run_directory_is_told_it(tmp_path):
+    told: list[object] = []
+
+    class Nothing:
+        def close(self):
+            told.append("closed")
+
+    def wants(config, *, model, tokenizer, learn=True, run_dir=None):
+        told.append(run_dir)
+        return Nothing()
+
+    def does_not(config, *, model, tokenizer, learn=True):
+        return Nothing()
+
+    for factory in (wants, does_not):
+        with open_engine(factory, Config(), "model", None, run_dir=tmp_path):
+            pass
+    assert told == [tmp_path, "closed", "closed"]
+    with pytest.raises(ConfigError, match="has no option 'run_dir'"):
+        check_factory("mine:wants", wants, {"run_dir": "elsewhere"})
