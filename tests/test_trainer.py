@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from attnrl.checkpoint import load_state, save_state
-from attnrl.config import load_config, presets
+from attnrl.config import RunConfig, load_config, presets
 from attnrl.errors import ConfigError
 from attnrl.iteration import SCHEDULES, first_state, one_step_off_policy
 from attnrl.run import open_run, read_metrics
@@ -40,10 +40,7 @@ def run_fake(path: Path, preset: str, iterations: int, *, resume: bool = False, 
         parts,
         SCHEDULES[config.algo.schedule],
         open_run(path, config.model_dump(mode="json"), resume=resume),
-        iterations=iterations,
-        seed=3,
-        checkpoint_every=4,
-        generated_tokens=config.run.generated_tokens,
+        RunConfig(iterations=iterations, seed=3, checkpoint_every=4, generated_tokens=config.run.generated_tokens),
     )
     return backend
 
@@ -151,13 +148,9 @@ def test_the_best_iteration_by_a_metric_is_kept_and_survives_worse_ones(tmp_path
             fake_parts(config),
             SCHEDULES["on_policy"],
             open_run(tmp_path, config.model_dump(mode="json"), resume=resume),
-            iterations=iterations,
-            seed=0,
+            RunConfig(iterations=iterations, checkpoint_every=1, keep_checkpoints=1, keep_best="eval/x/pass@1"),
             evaluate=lambda iteration: {"eval/x/pass@1": scores.get(iteration, 0.0)},
             evaluate_every=1,
-            checkpoint_every=1,
-            keep_checkpoints=1,
-            keep_best="eval/x/pass@1",
         )
         return dict(json.loads((tmp_path / "best/best.json").read_text()))
 
@@ -179,10 +172,8 @@ def test_a_metric_that_never_comes_is_said(tmp_path: Path, kept_by: str) -> None
             fake_parts(config),
             SCHEDULES["on_policy"],
             open_run(tmp_path, config.model_dump(mode="json"), resume=False),
-            iterations=2,
-            seed=0,
+            RunConfig(iterations=2, keep_best=kept_by),
             evaluate=lambda iteration: {"eval/x/pass@1": 0.5},
-            keep_best=kept_by,
             say=said.append,
         )
 

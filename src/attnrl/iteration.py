@@ -21,7 +21,7 @@ from attnrl.algo.adaptive import Budget, Filter, most_points, next_batch_size
 from attnrl.algo.advantages import Estimator
 from attnrl.algo.branching import Rule
 from attnrl.algo.credit import Credit, weigh
-from attnrl.algo.forest import Plan, branch_requests, plan, plant, trunk_requests, whole_responses
+from attnrl.algo.forest import Plan, branch_requests, plan, plant, trunk_requests, unscored, untrained, whole_responses
 from attnrl.algo.promises import broken, kept_by, samples_by, weights_by
 from attnrl.algo.reasons import Reasons, explain
 from attnrl.algo.samples import Drop, with_signal
@@ -30,6 +30,7 @@ from attnrl.backend import Backend, generate_by, score_by
 from attnrl.types import (
     Attempt,
     Forest,
+    Grade,
     Group,
     Ids,
     Prompt,
@@ -38,11 +39,9 @@ from attnrl.types import (
     Sample,
     Sampling,
     ScoreRequest,
-    Scores,
     Scoring,
     State,
     Step,
-    Tree,
     Trunk,
     Verdict,
 )
@@ -52,9 +51,6 @@ class Stream(Protocol):
     """An endless, resumable source of prompts."""
 
     def draw(self, position: dict[str, Any], n: int) -> tuple[list[Prompt], dict[str, Any]]: ...
-
-
-Grade = Callable[[Sequence[Attempt]], list[Verdict]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,15 +164,9 @@ def two_calls(state: State, parts: Parts, *, fill: bool) -> Outcome:
     first: list[Rollout] = []
     stream, memory, drawn = state.stream, state.memory, 0
     while not drawn or (fill and len(plans) < parts.prompts and drawn < parts.max_prompts):
-        # sample
+        # sample, score
         prompts, stream = parts.stream.draw(stream, round(state.batch_size))
-        with clock.phase("generate"):
-            rollouts = generate_by(parts.backend, request_trunks(prompts, parts, rng), parts.sampling)
-        with clock.phase("verify"):
-            verdicts = grade_trunks(prompts, rollouts, parts, clock)
-        # score
-        with clock.phase("score"):
-            fresh = score_trunks(prompts, rollouts, verdicts, parts)
+        fresh, rollouts = draw_groups(prompts, parts, rng, clock)
         # plan
         kept, left_out, memory = plan_branches(fresh, memory, parts, rng)
         groups, plans, dropped, first = groups + fresh, plans + kept, dropped + left_out, first + rollouts
@@ -236,14 +226,21 @@ def restore(state: dict[str, Any]) -> np.random.Generator:
 def prime(state: State, parts: Parts, rng: np.random.Generator, clock: Clock) -> tuple[State, list[Rollout]]:
     """The state with a batch's trunks waiting, and those trunks: the one extra generation call of a run."""
     prompts, stream = parts.stream.draw(state.stream, round(state.batch_size))
+    waiting, rollouts = draw_groups(prompts, parts, rng, clock)
+    drawn = state.generated_tokens + sum(len(r.ids) for r in rollouts)
+    return replace(state, waiting=tuple(waiting), stream=stream, generated_tokens=drawn), rollouts
+
+
+def draw_groups(
+    prompts: Sequence[Prompt], parts: Parts, rng: np.random.Generator, clock: Clock
+) -> tuple[list[Group], list[Rollout]]:
+    """The trunks of some prompts by a generation call of their own, verified and scored; and as they were drawn."""
     with clock.phase("generate"):
         rollouts = generate_by(parts.backend, request_trunks(prompts, parts, rng), parts.sampling)
     with clock.phase("verify"):
         verdicts = grade_trunks(prompts, rollouts, parts, clock)
     with clock.phase("score"):
-        waiting = score_trunks(prompts, rollouts, verdicts, parts)
-    drawn = state.generated_tokens + sum(len(r.ids) for r in rollouts)
-    return replace(state, waiting=tuple(waiting), stream=stream, generated_tokens=drawn), rollouts
+        return score_trunks(prompts, rollouts, verdicts, parts), rollouts
 
 
 def plan_branches(
@@ -260,11 +257,6 @@ def plan_branches(
     return plans, dropped, kept.memory
 
 
-def untrained(group: Group, reason: str) -> Forest:
-    """A prompt that is left out of training, for the record: its trunks as trees of one leaf."""
-    return Forest(group.prompt, tuple(Tree(trunk) for trunk in group.trunks), reason)
-
-
 def request_trunks(prompts: Sequence[Prompt], parts: Parts, rng: np.random.Generator) -> list[Request]:
     limit = parts.max_response_tokens
     return [r for p in prompts for r in trunk_requests(p, group=parts.group, max_tokens=limit, rng=rng)]
@@ -279,11 +271,8 @@ def grade(
     responses: Sequence[Ids], rollouts: Sequence[Rollout], prompts: Sequence[Prompt], parts: Parts, clock: Clock
 ) -> list[Verdict]:
     """Verdicts of whole responses."""
-    attempts = [
-        Attempt(prompt.problem, prompt.answers, parts.decode(ids), rollout.finish, len(ids), prompt.row)
-        for ids, rollout, prompt in zip(responses, rollouts, prompts, strict=True)
-    ]
-    verdicts = parts.grade(attempts)
+    rows = zip(prompts, responses, rollouts, strict=True)
+    verdicts = parts.grade([Attempt.of(prompt, ids, rollout.finish, parts.decode) for prompt, ids, rollout in rows])
     clock.errors.update(v.error.partition(":")[0] for v in verdicts if v.error is not None)
     return verdicts
 
@@ -324,12 +313,6 @@ def score_trunks(
         if sound:
             groups.append(Group(prompt, tuple(sound)))
     return groups
-
-
-def unscored(rollout: Rollout, steps: Sequence[Step]) -> Scores:
-    """Scores of a trunk nobody asked a forward pass for: the sampler's log-probs, the rest not a number."""
-    missing = np.full(len(rollout.ids), np.nan, dtype=np.float32)
-    return Scores(rollout.logprobs, missing, missing[: len(steps)])
 
 
 def update(forests: Sequence[Forest], parts: Parts, rng: np.random.Generator) -> tuple[list[Sample], dict[str, float]]:

@@ -7,7 +7,7 @@ Token ids are int32 arrays, log-probs and scores float32 arrays; arrays in a rec
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -144,6 +144,11 @@ class Attempt:
     tokens: int = 0  # of the response; 0: not known
     row: Mapping[str, Any] = field(default_factory=dict)  # the other columns of the problem's row
 
+    @classmethod
+    def of(cls, prompt: Prompt, response: Ids, finish: Finish, decode: Callable[[Ids], str]) -> Attempt:
+        """What the whole response to a prompt is to a reward."""
+        return cls(prompt.problem, prompt.answers, decode(response), finish, len(response), prompt.row)
+
 
 RIGHT_ABOVE = 0.5  # a reward above this is that of a right answer, where nothing else says what right is
 
@@ -167,6 +172,9 @@ class Verdict:
     def __post_init__(self) -> None:
         if self.right is None:
             object.__setattr__(self, "right", self.reward > RIGHT_ABOVE)
+
+
+Grade = Callable[[Sequence[Attempt]], list[Verdict]]
 
 
 @dataclass(frozen=True, slots=True)

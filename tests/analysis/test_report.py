@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from attnrl.algo.forest import unscored
 from attnrl.analysis import build_report, write_report
 from attnrl.analysis.figures import SECTIONS
 from attnrl.analysis.forests import grouped, rebuild
 from attnrl.analysis.page import embedded, source_hash
 from attnrl.errors import ConfigError, DataError, MissingFileError
-from attnrl.iteration import unscored
 from attnrl.run import Run
 from attnrl.types import Forest, Prompt, Tree, Trunk, Verdict, as_ids
 

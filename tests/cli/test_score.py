@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from attnrl.algo.branching import top_steps
+from attnrl.algo.forest import unscored
 from attnrl.cli import run
 from attnrl.config import load_config
 from attnrl.evaluation.results import Response
-from attnrl.iteration import unscored
 from attnrl.launch.scoring import score_settings
 from attnrl.run import forest_table
 from attnrl.scoring import fci

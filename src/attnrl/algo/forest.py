@@ -11,7 +11,7 @@ from attnrl.algo.adaptive import Budget, choose_trunks
 from attnrl.algo.branching import Rule
 from attnrl.algo.promises import points_by, trees_by
 from attnrl.errors import ConfigError
-from attnrl.types import Branch, Forest, Group, Ids, Prompt, Request, Rollout, Tree, Verdict
+from attnrl.types import Branch, Forest, Group, Ids, Prompt, Request, Rollout, Scores, Step, Tree, Verdict
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +92,17 @@ def plant(plan: Plan, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], 
             grown[trunk].append(Branch(point, rollout, verdict))
     trees = (Tree(trunk, tuple(branches)) for trunk, branches in zip(plan.group.trunks, grown, strict=True))
     return Forest(plan.group.prompt, tuple(trees))
+
+
+def untrained(group: Group, reason: str) -> Forest:
+    """A prompt that is left out of training, for the record: its trunks as trees of one leaf."""
+    return Forest(group.prompt, tuple(Tree(trunk) for trunk in group.trunks), reason)
+
+
+def unscored(rollout: Rollout, steps: Sequence[Step]) -> Scores:
+    """Scores of a trunk nobody asked a forward pass for: the sampler's log-probs, the rest not a number."""
+    missing = np.full(len(rollout.ids), np.nan, dtype=np.float32)
+    return Scores(rollout.logprobs, missing, missing[: len(steps)])
 
 
 def _spread(plan: Plan, width: int) -> list[tuple[int, int]]:

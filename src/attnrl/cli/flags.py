@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from attnrl.algo.parts import near
-from attnrl.config import Config, Section, keys, load_config
+from attnrl.config import Section, fields, keys, load_config, put
 from attnrl.errors import ConfigError
 
 Flags = TypeVar("Flags", bound=Section)
@@ -47,7 +48,7 @@ def read_flags(
     own: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
     given: list[str] = []
-    rest = list(argv)
+    known, rest = fields(kind), list(argv)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
@@ -55,30 +56,33 @@ def read_flags(
             continue
         raw, equals, text = word[2:].partition("=")
         name = ".".join(part.replace("-", "_") for part in raw.split("."))
-        name = f"{flat}.{name}" if flat and _has(kind, f"{flat}.{name}") else name
-        key = (short or {}).get(name, name)
-        section, values = (kind, own) if _has(kind, name) and name != words else (Config, overrides)
-        if section is Config and (short is None or not _has(Config, key)):
+        name = f"{flat}.{name}" if flat and f"{flat}.{name}" in known else name
+        ours = name in known and name != words
+        key = name if ours else (short or {}).get(name, name)
+        if not ours and (short is None or key not in fields()):
             raise ConfigError(unknown_flag(raw, kind, short, words, flat))
-        wanted = annotation(section, name if section is kind else key)
+        wanted = (known if ours else fields())[key].annotation
         if wanted is bool and not equals and (not rest or rest[0].lower() not in ("true", "false")):
             text = "true"
         elif not equals:
             if not rest or (rest[0].startswith("--") and len(rest[0]) > 2 and not _is_number(rest[0])):
                 raise ConfigError(f"--{raw} needs a value")
             text = rest.pop(0)
-        values[name if section is kind else key] = read_value(text, wanted)
+        if ours:
+            put(own, key, read_value(text, wanted))
+        else:
+            overrides[key] = read_value(text, wanted)
     if given and not words:
         raise ConfigError(
             f"takes no arguments, got {given[0]!r}; `{' '.join(about.split()[:2])} --help` shows the flags"
         )
     if given:
-        is_list = _is_list(annotation(kind, words))
+        is_list = _is_list(known[words].annotation)
         if len(given) > 1 and not is_list:
             raise ConfigError(f"takes one {words.replace('_', ' ')}, got {len(given)}: {', '.join(given)}")
         own[words] = given if is_list else given[0]
     try:
-        return kind.model_validate(_nested(own)), overrides
+        return kind.model_validate(own), overrides
     except ValidationError as error:
         raise ConfigError(_explain_own(error, kind, words)) from None
 
@@ -121,23 +125,6 @@ def plain_value(text: str) -> Any:
         return text
 
 
-def annotation(section: type[BaseModel], key: str) -> Any:
-    """The type of a dotted key."""
-    *path, last = key.split(".")
-    for name in path:
-        section = section.model_fields[name].annotation  # type: ignore[assignment]
-    return section.model_fields[last].annotation
-
-
-def _has(section: Any, key: str) -> bool:
-    """Whether a dotted key names a value of a section."""
-    for name in key.split("."):
-        if not (isinstance(section, type) and issubclass(section, BaseModel) and name in section.model_fields):
-            return False
-        section = section.model_fields[name].annotation
-    return not (isinstance(section, type) and issubclass(section, BaseModel))
-
-
 def _members(wanted: Any) -> set[Any]:
     """The types that a union allows; a single one by itself."""
     if get_origin(wanted) is Annotated:
@@ -153,18 +140,6 @@ def _is_list(wanted: Any) -> bool:
 
 def _is_number(text: str) -> bool:
     return isinstance(plain_value(text), int | float)
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested tables."""
-    nested: dict[str, Any] = {}
-    for key, value in values.items():
-        *path, last = key.split(".")
-        place = nested
-        for name in path:
-            place = place.setdefault(name, {})
-        place[last] = value
-    return nested
 
 
 def unknown_flag(name: str, kind: type[BaseModel], short: Mapping[str, str] | None, words: str, flat: str = "") -> str:
@@ -201,20 +176,17 @@ def describe_flags(kind: type[BaseModel], short: Mapping[str, str] | None, words
     for key, line in keys(kind).items():
         if key != words:
             name = key.removeprefix(f"{flat}.") if flat else key
-            entries.append((f"--{name.replace('_', '-')}{_default(kind, key)}", line + _choices(kind, key)))
+            field = fields(kind)[key]
+            entries.append((f"--{name.replace('_', '-')}{_default(field)}", line + _choices(field)))
     for name, key in (short or {}).items():
-        line = f"{keys()[key]} ({key}){_choices(Config, key)}"
-        entries.append((f"--{name.replace('_', '-')}{_default(Config, key)}", line))
+        field, line = fields()[key], keys()[key]
+        entries.append((f"--{name.replace('_', '-')}{_default(field)}", f"{line} ({key}){_choices(field)}"))
     if short is not None:
         entries.append(("--section.key VALUE", "any other key of the config: `attnrl config --help` lists them"))
     return "Flags:\n\n" + in_columns(entries) if entries else ""
 
 
-def _default(section: type[BaseModel], key: str) -> str:
-    *path, last = key.split(".")
-    for name in path:
-        section = section.model_fields[name].annotation  # type: ignore[assignment]
-    field = section.model_fields[last]
+def _default(field: FieldInfo) -> str:
     if field.annotation is bool:
         return ""
     if field.is_required():
@@ -232,13 +204,13 @@ def describe_keys(preset: str = "attnrl_1p5b") -> str:
         value: Any = values
         for part in key.split("."):
             value = value[part]
-        entries.append((f"--{key} {value!r}", about + _choices(Config, key)))
+        entries.append((f"--{key} {value!r}", about + _choices(fields()[key])))
     return in_columns(entries)
 
 
-def _choices(section: type[BaseModel], key: str) -> str:
+def _choices(field: FieldInfo) -> str:
     """The values of a key that has only a few, as words to put behind its documentation."""
-    names = [str(name) for m in _members(annotation(section, key)) if get_origin(m) is Literal for name in get_args(m)]
+    names = [str(name) for m in _members(field.annotation) if get_origin(m) is Literal for name in get_args(m)]
     return f" One of: {', '.join(names)}." if names else ""
 
 

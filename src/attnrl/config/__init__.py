@@ -6,7 +6,7 @@ A preset is a sparse TOML file: it holds only what differs from the defaults bel
 
 from attnrl.config.base import Names, Section
 from attnrl.config.options import check_options
-from attnrl.config.reading import explain, keys, load_config, may_change, presets
+from attnrl.config.reading import explain, fields, keys, load_config, may_change, presets, put
 from attnrl.config.sections import (
     AlgoConfig,
     Config,
@@ -47,9 +47,11 @@ __all__ = [
     "check_options",
     "check_taken",
     "explain",
+    "fields",
     "idle_keys",
     "keys",
     "load_config",
     "may_change",
     "presets",
+    "put",
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from attnrl.config.base import MAY_CHANGE
 from attnrl.config.sections import Config
@@ -37,11 +38,12 @@ def load_config(
     """
     values, own = _read_preset(preset) if preset else ({}, {})
     for key, value in ({} if known is None else known).items():
-        _put(values, key, value)
+        put(values, key, value)
     for key, value in ({} if overrides is None else overrides).items():
-        _put(values, key, value)
-        _put(own, key, value)
-    values = _with_nothing(values, _optional_keys())
+        put(values, key, value)
+        put(own, key, value)
+    optional = {key for key, field in fields().items() if type(None) in get_args(field.annotation)}
+    values = _with_nothing(values, optional)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -95,7 +97,7 @@ def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _put(values: dict[str, Any], key: str, value: Any) -> None:
+def put(values: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in nested tables."""
     *path, last = key.split(".")
     for name in path:
@@ -137,32 +139,22 @@ def _said(item: Any) -> str:
     return str(ours) if item["type"] == "value_error" and ours else str(item["msg"]).lower()
 
 
-def _optional_keys(section: type[BaseModel] = Config, prefix: str = "") -> set[str]:
-    """Dotted keys that may be none; elsewhere "none" is a name like any other."""
-    found = {f"{prefix}{n}" for n, f in section.model_fields.items() if type(None) in get_args(f.annotation)}
+def fields(section: type[BaseModel] = Config, prefix: str = "") -> dict[str, FieldInfo]:
+    """Every dotted key with its field."""
+    found: dict[str, FieldInfo] = {}
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= _optional_keys(field.annotation, f"{prefix}{name}.")
-    return found
-
-
-def may_change(section: type[BaseModel] = Config, prefix: str = "") -> set[str]:
-    """Dotted keys that may have another value when a run is resumed."""
-    found: set[str] = set()
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= may_change(field.annotation, f"{prefix}{name}.")
-        elif field.json_schema_extra == MAY_CHANGE:
-            found.add(f"{prefix}{name}")
-    return found
-
-
-def keys(section: type[BaseModel] = Config, prefix: str = "") -> dict[str, str]:
-    """Every dotted key with its line of documentation."""
-    found: dict[str, str] = {}
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= keys(field.annotation, f"{prefix}{name}.")
+            found |= fields(field.annotation, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = " ".join((field.description or "").split())
+            found[f"{prefix}{name}"] = field
     return found
+
+
+def may_change() -> set[str]:
+    """Dotted keys that may have another value when a run is resumed."""
+    return {key for key, field in fields().items() if field.json_schema_extra == MAY_CHANGE}
+
+
+def keys(section: type[BaseModel] = Config) -> dict[str, str]:
+    """Every dotted key with its line of documentation."""
+    return {key: " ".join((field.description or "").split()) for key, field in fields(section).items()}

@@ -14,9 +14,8 @@ from attnrl.errors import ConfigError
 from attnrl.evaluation.estimates import RESAMPLES
 from attnrl.evaluation.log import ResponseLog, open_log
 from attnrl.evaluation.results import Report, Response
-from attnrl.types import Attempt, Ids, Prompt, Request, Rollout, Sampling, Verdict, content_hash, counted
+from attnrl.types import Attempt, Grade, Ids, Prompt, Request, Rollout, Sampling, content_hash, counted
 
-Grade = Callable[[Sequence[Attempt]], list[Verdict]]
 Job = tuple[str, int, int, Prompt]  # benchmark, row (from 1), sample, prompt
 
 
@@ -111,10 +110,7 @@ def grade_rollouts(
     jobs: Sequence[Job], rollouts: Sequence[Rollout], *, decode: Callable[[Ids], str], grade: Grade
 ) -> list[Response]:
     """The graded responses."""
-    attempts = [
-        Attempt(prompt.problem, prompt.answers, decode(rollout.ids), rollout.finish, len(rollout.ids), prompt.row)
-        for (_, _, _, prompt), rollout in zip(jobs, rollouts, strict=True)
-    ]
+    attempts = [Attempt.of(j[-1], r.ids, r.finish, decode) for j, r in zip(jobs, rollouts, strict=True)]
     graded = zip(jobs, attempts, grade(attempts), strict=True)
     return [Response.of(*job[:3], attempt, verdict) for job, attempt, verdict in graded]
 

@@ -25,8 +25,7 @@ from attnrl.data.files import Row, iterate_rows
 from attnrl.data.records import Record, other_columns
 from attnrl.errors import DataError
 from attnrl.evaluation.results import Response
-from attnrl.evaluation.sampling import Grade
-from attnrl.types import Attempt, Finish
+from attnrl.types import Attempt, Finish, Grade
 
 GOLD = ("gold", "answers", "answer", "ground_truth")
 VERDICT = ("reward", "right", "rule", "error", "sample")  # what responses.jsonl says of a response besides

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,6 @@ from attnrl.launch.parts import scoring_of, segmenting
 from attnrl.launch.training import Say, make_ready, say_plainly
 from attnrl.types import (
     Attempt,
-    Ids,
     Prompt,
     Request,
     Rollout,
@@ -142,7 +141,8 @@ def check(
         still = config.model_copy(update={"update": config.update.model_copy(update={"lr": NO_LR})})
         with open_engine(ready.engine, still, path, tokenizer) as backend:
             drawn = draw(config, bound, chosen, responses, backend, tokenizer)
-            verdicts = rewards.grade(attempts_of(drawn, decoder(tokenizer)))
+            answers, decode = zip(drawn.prompts, drawn.rollouts, strict=True), decoder(tokenizer)
+            verdicts = rewards.grade([Attempt.of(p, r.ids, r.finish, decode) for p, r in answers])
             look_at_responses(config, drawn, verdicts, tokenizer, found)
             compare_logprobs(getattr(backend, "dtype", None) or dtype_of(config), drawn, found)
             rates = update_nothing(drawn, backend, found)
@@ -246,13 +246,6 @@ def draw(
         fci=False, temperature=config.sampling.temperature
     )
     return Drawn(owners, rollouts, asked, score_by(backend, asked, scoring), scoring, rate)
-
-
-def attempts_of(drawn: Drawn, decode: Callable[[Ids], str]) -> list[Attempt]:
-    return [
-        Attempt(p.problem, p.answers, decode(r.ids), r.finish, len(r.ids), p.row)
-        for p, r in zip(drawn.prompts, drawn.rollouts, strict=True)
-    ]
 
 
 def look_at_responses(

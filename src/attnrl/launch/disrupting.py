@@ -29,14 +29,26 @@ from attnrl.launch.models import (
 )
 from attnrl.launch.parts import FCI_KEYS, check_parts, segmenting
 from attnrl.run import check_no_run
-from attnrl.types import Attempt, Ids, Prompt, Request, Rollout, Sampling, ScoreRequest, Scores, Scoring, Step, Verdict
+from attnrl.types import (
+    Attempt,
+    Grade,
+    Ids,
+    Prompt,
+    Request,
+    Rollout,
+    Sampling,
+    ScoreRequest,
+    Scores,
+    Scoring,
+    Step,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     from attnrl.local.backend import LocalBackend
 
 FILE, SETTINGS = "trials.jsonl", "settings.json"
 Job = tuple[int, Prompt, int]  # number of the response, its prompt, its seed
-Grade = Callable[[Sequence[Attempt]], list[Verdict]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,12 +183,7 @@ def choices(job: Job, steps: Sequence[Step], scores: Scores) -> dict[str, int]:
 
 def grade_all(items: Sequence[tuple[int, Ids, Rollout]], jobs: Sequence[Job], shared: Experiment) -> list[Verdict]:
     """The verdicts of whole responses: (job, response, the rollout that ended it)."""
-    attempts = []
-    for i, ids, rollout in items:
-        prompt = jobs[i][1]
-        text = shared.decode(ids)
-        attempts.append(Attempt(prompt.problem, prompt.answers, text, rollout.finish, len(ids), prompt.row))
-    return shared.grade(attempts)
+    return shared.grade([Attempt.of(jobs[i][1], ids, rollout.finish, shared.decode) for i, ids, rollout in items])
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -95,17 +95,11 @@ def open_rewards(config: Config) -> Rewards:
     """The rewards of a config, to be closed."""
     from attnrl.reward import build_rewards
 
-    limits = config.verify
     return build_rewards(
         [(reward.name, reward.weight, reward.options) for reward in config.reward],
-        workers=limits.workers,
-        timeout_s=limits.timeout_s,
-        memory_mb=limits.memory_mb,
-        concurrency=limits.concurrency,
-        async_timeout_s=limits.async_timeout_s,
-        max_error_share=limits.max_error_share,
         grade_truncated=config.algo.grade_truncated,
         knobs={"max_response_tokens": config.sampling.max_response_tokens},
+        **config.verify.model_dump(),
     )
 
 

@@ -17,11 +17,10 @@ from attnrl.config import Config, check_options
 from attnrl.errors import ConfigError
 from attnrl.iteration import SCHEDULES, Parts, Stream
 from attnrl.launch.models import decoder
-from attnrl.types import Ids, Sampling, Scoring, Step
+from attnrl.types import Grade, Ids, Sampling, Scoring, Step
 
 if TYPE_CHECKING:
     from attnrl.backend import Backend
-    from attnrl.iteration import Grade
     from attnrl.reward import Rewards
 
 KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {  # the parts of [algo] that are called with options

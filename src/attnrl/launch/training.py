@@ -123,15 +123,9 @@ def train(
             parts,
             find(SCHEDULES, config.algo.schedule),
             run,
-            iterations=config.run.iterations,
-            seed=config.run.seed,
+            config.run,
             evaluate=build_evaluate(config, held_out_prompts, backend, parts) if held_out else None,
             evaluate_every=config.evaluation.every,
-            generated_tokens=config.run.generated_tokens,
-            checkpoint_every=config.run.checkpoint_every,
-            keep_checkpoints=config.run.keep_checkpoints,
-            keep_best=config.run.keep_best,
-            save_rollouts_every=config.run.save_rollouts_every,
             observers=watching,
             say=say,
         )
@@ -194,7 +188,7 @@ def trackers_of(config: Config, run_dir: Path, state: State | None) -> Sequence[
 def finished_note(state: State, config: Config) -> str:
     """How a run ended and what continues it; empty where it has not ended."""
     limits = config.run
-    if not finished(state, limits.iterations, limits.generated_tokens):
+    if not finished(state, limits):
         return ""
     by_tokens = state.iteration < limits.iterations
     key, value = ("generated_tokens", state.generated_tokens) if by_tokens else ("iterations", state.iteration)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from rich.progress import Progress, TaskID
 
 from attnrl.attention.decoder import check_head, check_model
 from attnrl.config import Config
@@ -65,7 +63,6 @@ class LocalBackend:
         sampler: Draws | None = None,
         learner: Learner | None = None,
         score_tokens: int = 16384,
-        progress: bool = False,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -74,7 +71,6 @@ class LocalBackend:
         self.sampler: Draws = sampler or Sampler(plain(model), stop_ids=stop_token_ids(model, tokenizer))
         self.learner = learner
         self.score_tokens = score_tokens  # per scoring forward; changes no result
-        self.progress = progress
         self.scored = ScoreReport()  # since the last call of `metrics`
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
@@ -91,7 +87,6 @@ class LocalBackend:
             temperature=scoring.temperature,
             token_budget=self.score_tokens,
             fci=scoring.fci,
-            progress=self.progress,
             report=self.scored,
         )
         return scores
@@ -101,17 +96,10 @@ class LocalBackend:
         if self.learner is None:
             raise ConfigError("this engine was built without a learner: it can sample and score, not train")
         self.sampler.rest()
-        with Progress(disable=not self.progress, transient=True) as bar:
-            task = bar.add_task("updating", total=None)
-            show = functools.partial(self._show, bar, task)
-            metrics = self.learner.update(samples, version=self.version, progress=show)
+        metrics = self.learner.update(samples, version=self.version)
         self.version += 1
         self.sampler.sync()
         return metrics
-
-    @staticmethod
-    def _show(bar: Progress, task: TaskID, done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of what sampler, scorer and device did since the last call of this; they start anew."""

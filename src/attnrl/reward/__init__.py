@@ -2,6 +2,6 @@
 
 from attnrl.reward.builtin import REWARDS, exact, math, overlong
 from attnrl.reward.declare import declare
-from attnrl.reward.rewards import Reward, Rewards, build_rewards
+from attnrl.reward.rewards import Rewards, build_rewards
 
-__all__ = ["REWARDS", "Reward", "Rewards", "build_rewards", "declare", "exact", "math", "overlong"]
+__all__ = ["REWARDS", "Rewards", "build_rewards", "declare", "exact", "math", "overlong"]

@@ -6,14 +6,14 @@ import inspect
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from attnrl.algo.parts import bind, check_call, find
-from attnrl.config import check_options
+from attnrl.config import VerifyConfig, check_options
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.reward.builtin import REWARDS
 from attnrl.reward.declare import HERE, TRUNCATED, WHOLE, declared
@@ -22,9 +22,6 @@ from attnrl.types import Attempt, Verdict
 from attnrl.verify import Verifier
 from attnrl.verify.pool import Pool, Served
 from attnrl.verify.worker import reply_to
-
-Reward = Callable[[Sequence[Attempt]], list[Verdict]]
-"""What the loop calls; `Rewards.grade` is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,22 +163,19 @@ def error_kind(error: str) -> str:
 def build_rewards(
     entries: Sequence[tuple[str, float, Mapping[str, Any]]],
     *,
-    workers: int | None = None,
-    timeout_s: float = 5.0,
-    memory_mb: int = 2048,
-    concurrency: int = 64,
-    async_timeout_s: float = 60.0,
-    max_error_share: float = 0.5,
     grade_truncated: bool = False,
     knobs: Mapping[str, Any] | None = None,
+    **verify: Any,
 ) -> Rewards:
     """The rewards called `name`, each with its weight and options; ConfigError names the entry that cannot be built.
 
-    Knobs such as `max_response_tokens` are offered to all and taken by those whose signature has them.
+    Knobs such as `max_response_tokens` are offered to all and taken by those whose signature has them; other keywords
+    are keys of [verify].
     """
     if not entries:
         raise ConfigError("reward: name at least one reward, such as math")
-    verifier = Verifier(workers, timeout_s, memory_mb)
+    limits = VerifyConfig(**verify)
+    verifier = Verifier(limits.workers, limits.timeout_s, limits.memory_mb)
     built: list[Entry] = []
     labels: Counter[str] = Counter()
     for at, (name, weight, options) in enumerate(entries, start=1):
@@ -192,20 +186,18 @@ def build_rewards(
             part = _bound(name, options, {**(knobs or {}), "verifier": verifier})
             check_options(part.func, options)
             check_call(part, "attempt" if inspect.iscoroutinefunction(part.func) else "attempts")
-            runner = _runner(part, name, label, verifier, concurrency, async_timeout_s)
+            runner = _runner(part, name, label, verifier, limits)
         except ValueError as error:
             raise ConfigError(f"reward {at} ({name}): {error}") from error
         built.append(Entry(label, weight, declared(part.func, TRUNCATED), runner))
-    return Rewards(built, verifier, max_error_share=max_error_share, grade_truncated=grade_truncated)
+    return Rewards(built, verifier, max_error_share=limits.max_error_share, grade_truncated=grade_truncated)
 
 
-def _runner(
-    part: partial[Any], name: str, label: str, verifier: Verifier, concurrency: int, async_timeout_s: float
-) -> Runner:
+def _runner(part: partial[Any], name: str, label: str, verifier: Verifier, limits: VerifyConfig) -> Runner:
     """Where a reward runs: as it declares, an async function in the event loop, any other in worker processes."""
     function = part.func
     if inspect.iscoroutinefunction(function):
-        return InLoop(part, label, concurrency=concurrency, timeout_s=async_timeout_s)
+        return InLoop(part, label, concurrency=limits.concurrency, timeout_s=limits.async_timeout_s)
     if declared(function, HERE):
         if "error" in (reply := reply_to(part, [])):  # options out of range are said now
             raise ValueError(reply["message"].removeprefix("ValueError: "))
