@@ -12,7 +12,7 @@ import numpy as np
 from attnrl.algo.promises import steps_by
 from attnrl.config import Config
 from attnrl.iteration import Parts
-from attnrl.launch.parts import assemble, check_parts
+from attnrl.launch.parts import build_parts, check_parts
 from attnrl.types import (
     Attempt,
     Prompt,
@@ -137,4 +137,4 @@ def fake_parts(config: Config, backend: FakeBackend | None = None) -> Parts:
     def segment(ids: Any) -> tuple[Step, ...]:
         return steps_by(bound["segmenter"], texts(ids))
 
-    return assemble(config, bound, backend or FakeBackend(), FakeStream(), segment, decode, grade, dict)
+    return build_parts(config, bound, backend or FakeBackend(), FakeStream(), segment, decode, grade, dict)

@@ -186,6 +186,8 @@ def test_commands_and_functions_refuse_before_anything_is_written(
     assert "engine.verl.nodes = 2 is set, but nothing takes it" in capsys.readouterr().err
     assert command(["eval", "--model", "demo", "--output", str(tmp_path / "out"), "--algo.points", "3"]) == 2
     assert "algo.points = 3 is set, but nothing takes it" in capsys.readouterr().err
+    assert command(["config", "demo_grpo", "--algo.width", "3"]) == 2
+    assert "algo.width = 3 is set, but nothing takes it: it is for a rule that branches" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"verify[.]workers = 2 is set"):
         attnrl.score("demo", [("a", "b")], overrides={"verify.workers": 2})
     with pytest.raises(ConfigError, match=r"data[.]train_tasks = 9 is set"):

@@ -17,7 +17,7 @@ from collections.abc import Container
 from typing import Any
 
 from attnrl.cli.flags import describe_keys, read_flags, show, wants_help
-from attnrl.config import Config, Section, idle_keys, keys, load_config
+from attnrl.config import Config, Section, check_taken, idle_keys, keys, load_config
 from attnrl.launch.parts import check_parts, taken_by
 
 
@@ -34,8 +34,9 @@ def main(argv: list[str]) -> int:
         return 0
     flags, overrides = read_flags(ConfigFlags, argv, str(__doc__), short={}, words="preset")
     config = load_config(flags.preset, overrides)
-    idle = idle_keys(config, {*taken_by(config, check_parts(config)), *(k for k in keys() if k[:5] != "algo.")})
-    show(to_toml(config.model_dump(mode="json"), Config().model_dump(mode="json"), idle))
+    taken = {*taken_by(config, check_parts(config)), *(key for key in keys() if not key.startswith("algo."))}
+    check_taken(config, taken)
+    show(to_toml(config.model_dump(mode="json"), Config().model_dump(mode="json"), idle_keys(config, taken)))
     return 0
 
 

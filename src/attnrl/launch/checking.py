@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from attnrl.algo.adaptive import most_points
+from attnrl.algo.promises import trees_by
 from attnrl.backend import generate_by, score_by
 from attnrl.config import Config, load_config
 from attnrl.console import time_span
@@ -146,7 +147,7 @@ def check(
             look_at_responses(config, drawn, verdicts, tokenizer, found)
             compare_logprobs(getattr(backend, "dtype", None) or dtype_of(config), drawn, found)
             rates = update_nothing(drawn, backend, found)
-    trees = bound["budget"](float(np.mean([v.right for v in verdicts])), config.algo.group)
+    trees = trees_by(bound["budget"], float(np.mean([v.right for v in verdicts])), config.algo.group)
     forecast_time(config, drawn, trees, most_points(bound["rule"]) or 0, rates, found)
     return found.rows
 

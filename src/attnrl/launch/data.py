@@ -65,20 +65,18 @@ def task_records(config: Config, split: Split, count: int) -> list[Record]:
     return as_records(config.data.tasks, split, count, seed=config.data.tasks.seed)
 
 
+def wording(config: Config) -> dict[str, Any]:
+    """What [data] says of the words around a problem."""
+    return config.data.model_dump(include={"template", "system", "chat_options"})
+
+
 def prompt_stream(config: Config, records: Sequence[Record], tokenizer: Any, say: Say) -> Stream:
     """The endless stream of training prompts; says how many there are and what was left out."""
     from attnrl.data.prompts import render_prompts
     from attnrl.data.stream import PromptStream
 
-    data = config.data
-    prompts, dropped = render_prompts(
-        records,
-        tokenizer,
-        template=data.template,
-        max_prompt_tokens=data.max_prompt_tokens,
-        system=data.system,
-        chat_options=data.chat_options,
-    )
+    longest = config.data.max_prompt_tokens
+    prompts, dropped = render_prompts(records, tokenizer, max_prompt_tokens=longest, **wording(config))
     say(counted(len(prompts), "prompt") + (f"; left out: {dropped.report()}" if dropped.report() else ""))
     return PromptStream(prompts, config.run.seed)
 
@@ -139,15 +137,8 @@ def evaluation_prompts(
     """The prompts of each benchmark, all of them: leaving problems out would change the benchmark."""
     from attnrl.data.prompts import render_benchmark
 
+    longest, words = config.evaluation.max_prompt_tokens, wording(config)
     return {
-        name: render_benchmark(
-            name,
-            rows,
-            tokenizer,
-            template=config.data.template,
-            max_prompt_tokens=config.evaluation.max_prompt_tokens,
-            system=config.data.system,
-            chat_options=config.data.chat_options,
-        )
+        name: render_benchmark(name, rows, tokenizer, max_prompt_tokens=longest, **words)
         for name, rows in records.items()
     }

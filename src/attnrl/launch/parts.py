@@ -16,12 +16,10 @@ from attnrl.algo.steps import SEGMENTERS
 from attnrl.config import Config, check_options
 from attnrl.errors import ConfigError
 from attnrl.iteration import SCHEDULES, Parts, Stream
-from attnrl.launch.models import decoder
 from attnrl.types import Grade, Ids, Sampling, Scoring, Step
 
 if TYPE_CHECKING:
     from attnrl.backend import Backend
-    from attnrl.reward import Rewards
 
 KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {  # the parts of [algo] that are called with options
     "segmenter": SEGMENTERS,
@@ -107,25 +105,12 @@ def build_parts(
     bound: Mapping[str, partial[Any]],
     backend: Backend,
     stream: Stream,
-    tokenizer: Any,
-    rewards: Rewards,
-) -> Parts:
-    """The parts of an iteration over an engine, a stream of prompts, a tokenizer and rewards."""
-    segment = segmenting(bound, tokenizer)
-    return assemble(config, bound, backend, stream, segment, decoder(tokenizer), rewards.grade, rewards.metrics)
-
-
-def assemble(
-    config: Config,
-    bound: Mapping[str, partial[Any]],
-    backend: Backend,
-    stream: Stream,
     segment: Callable[[Ids], tuple[Step, ...]],
     decode: Callable[[Ids], str],
     grade: Grade,
     graded: Callable[[], dict[str, float]],
 ) -> Parts:
-    """As `build_parts`, with what is needed of the tokenizer as two functions."""
+    """The parts of an iteration over an engine, a stream of prompts, what is needed of a tokenizer, and rewards."""
     algo = config.algo
     return Parts(
         backend=backend,

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from attnrl.algo.parts import read_by
+from attnrl.algo.promises import points_by
 from attnrl.algo.reasons import step_reasons
 from attnrl.backend import score_by
 from attnrl.config import Config, check_taken, load_config
 from attnrl.errors import ConfigError, DataError
+from attnrl.launch.data import wording
 from attnrl.launch.evaluating import settings_of
 from attnrl.launch.models import check_model, find_engine, load_tokenizer, open_engine
 from attnrl.launch.parts import FCI_KEYS, check_parts, segmenting, taken_by
@@ -96,8 +98,8 @@ def score_settings(model: str, overrides: Mapping[str, Any] | None = None) -> tu
     """Where it is written how the prompts of a model read, empty for the defaults; and the paper's config with that
     template, system message and chat options, and overrides on top."""
     where, own = settings_of(model)
-    prompts = own.data.model_dump(include={"template", "system", "chat_options"}) if where else {}
-    return where, load_config("", overrides, known={f"data.{key}": value for key, value in prompts.items()})
+    known = {f"data.{key}": value for key, value in wording(own).items()} if where else {}
+    return where, load_config("", overrides, known=known)
 
 
 def encode(where: str, row: Row, tokenizer: Any, config: Config, *, chat: bool, vocabulary: int) -> tuple[Ids, Ids]:
@@ -162,15 +164,8 @@ def _problem_ids(problem: str, tokenizer: Any, config: Config) -> list[int]:
     from attnrl.data.prompts import render_prompts
     from attnrl.data.records import Record
 
-    data = config.data
-    (prompt,), _ = render_prompts(
-        [Record(problem, ("",), "", ":1")],
-        tokenizer,
-        template=data.template,
-        max_prompt_tokens=2**31 - 1,
-        system=data.system,
-        chat_options=data.chat_options,
-    )
+    record = Record(problem, ("",), "", ":1")
+    (prompt,), _ = render_prompts([record], tokenizer, max_prompt_tokens=2**31 - 1, **wording(config))
     ids: list[int] = prompt.ids.tolist()
     return ids
 
@@ -187,7 +182,7 @@ def step_records(
     prompt = Prompt(uid="", ids=request.prompt, answers=())
     rollout = Rollout(request.response, scores.logprobs, "stop", 0)
     trunk = Trunk(rollout, Verdict(0.0, "none"), request.steps, scores)
-    chosen = rule(prompt, trunk, np.random.default_rng(0))
+    chosen = points_by(rule, prompt, trunk, np.random.default_rng(0))
     reasons = step_reasons(
         trunk,
         chosen,

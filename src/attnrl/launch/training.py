@@ -26,13 +26,14 @@ from attnrl.launch.evaluating import build_evaluate
 from attnrl.launch.models import (
     check_engine,
     check_model,
+    decoder,
     find_engine,
     load_tokenizer,
     newest_model,
     open_engine,
     open_rewards,
 )
-from attnrl.launch.parts import build_parts, check_parts, taken_by
+from attnrl.launch.parts import build_parts, check_parts, segmenting, taken_by
 from attnrl.run import check_run, last_recorded, open_run, read_metrics
 from attnrl.trackers import Observer, check_trackers, open_trackers
 from attnrl.trainer import finished
@@ -118,7 +119,8 @@ def train(
     ):
         say_where_it_goes_on(run_dir, state, say)
         watching = [console_line(config), *trackers_of(config, run_dir, state), *observers]
-        parts = build_parts(config, ready.bound, backend, stream, tokenizer, rewards)
+        segment, decode = segmenting(ready.bound, tokenizer), decoder(tokenizer)
+        parts = build_parts(config, ready.bound, backend, stream, segment, decode, rewards.grade, rewards.metrics)
         state = loop(
             parts,
             find(SCHEDULES, config.algo.schedule),
