@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnrl.config import UpdateConfig, load_config
-from attnrl.errors import ConfigError
+from attnrl.errors import ConfigError, TrainingError
 from attnrl.policy.losses import LOSSES, TokenLoss, mean_over_samples
 from attnrl.policy.objective import LossSums, importance_weights, k3, loss_sums, objective
 
@@ -259,6 +259,12 @@ from attnrl.policy.losses import TokenLoss, mean_over_samples
 def reinforce(new_N, old_N, advantages_N, counts_S):
     return -advantages_N * new_N
 
+def summed_up(new_N, old_N, advantages_N, counts_S):
+    return (-advantages_N * new_N).sum()
+
+def forgets(new_N, old_N, advantages_N, counts_S):
+    -advantages_N * new_N
+
 @mean_over_samples
 def held(new_N, old_N, advantages_N, counts_S, *, clip_low, strength=1.0):
     return TokenLoss(-strength * clip_low * advantages_N * new_N, {"odd": advantages_N > 1})
@@ -280,6 +286,13 @@ class TestByName:
         options = UpdateConfig(loss="own_losses:held", loss_options={"strength": 2.0}, clip_low=0.5, kl_weight=0.0)
         sums = summed([(-1.0, -2.0, 0.0, 0.0, 3.0, 0.0)] * 2, [2], options)
         assert (sums.loss.item(), sums.units, sums.sums["odd"].item()) == (pytest.approx(3.0), 1, 2)
+
+    @pytest.mark.parametrize(("name", "got"), [("summed_up", r"\(\)"), ("forgets", "NoneType")])
+    def test_a_loss_that_is_not_one_for_each_token_is_named(self, name: str, got: str) -> None:
+        """A sum would be spread over all tokens, and the loss of a batch grow with its size."""
+        said = rf"update\.loss: the loss {name} must return a loss for each token, a tensor of shape \(2,\), not {got}"
+        with pytest.raises(TrainingError, match=said):
+            summed([(-1.0, -2.0, 0.0, 0.0, 3.0, 0.0)] * 2, [2], UpdateConfig(loss=f"own_losses:{name}"))
 
     @pytest.mark.parametrize(
         ("overrides", "message"),

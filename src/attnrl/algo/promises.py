@@ -22,7 +22,7 @@ from attnrl.errors import TrainingError
 from attnrl.types import Floats, Forest, Group, Kept, Prompt, Sample, Scores, Step, Trunk, as_floats
 
 
-def broken(kind: str, part: Callable[..., Any], said: str) -> TrainingError:
+def broken(kind: str, part: Callable[..., Any], said: str, section: str = "algo") -> TrainingError:
     """The error of a part that does not keep its promise.
 
     >>> raise broken("budget", max, "returned 0.5")
@@ -30,7 +30,7 @@ def broken(kind: str, part: Callable[..., Any], said: str) -> TrainingError:
     attnrl.errors.TrainingError: algo.budget: the budget max returned 0.5
     """
     name = getattr(getattr(part, "func", part), "__name__", part)
-    return TrainingError(f"algo.{kind}: the {kind} {name} {said}")
+    return TrainingError(f"{section}.{kind}: the {kind} {name} {said}")
 
 
 def steps_by(segmenter: Segmenter, texts: Sequence[str]) -> tuple[Step, ...]:

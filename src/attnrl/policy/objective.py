@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnrl.algo.parts import bind
+from attnrl.algo.promises import broken
 from attnrl.config import UpdateConfig, check_options
 from attnrl.errors import ConfigError
 from attnrl.policy.losses import LOG_LIMIT, LOSSES, TokenLoss, ratio
@@ -118,6 +119,10 @@ def loss_sums(
     counts_S = torch.tensor(counts, device=new_N.device)
     found = objective.loss(new_N, base_N, advantages_N, counts_S)
     policy = found if isinstance(found, TokenLoss) else TokenLoss(found)
+    if not isinstance(policy.loss_N, Tensor) or policy.loss_N.shape != new_N.shape:
+        got = tuple(policy.loss_N.shape) if isinstance(policy.loss_N, Tensor) else type(policy.loss_N).__name__
+        want = f"must return a loss for each token, a tensor of shape {tuple(new_N.shape)}, not {got}"
+        raise broken("loss", objective.loss, want, section="update")
     total_N = policy.loss_N * weights_N
     kl_N = torch.zeros_like(new_N)
     if reference_N is not None:
