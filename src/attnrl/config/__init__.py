@@ -10,40 +10,27 @@ from attnrl.config.reading import explain, fields, keys, load_config, may_change
 from attnrl.config.sections import (
     AlgoConfig,
     Config,
-    DataConfig,
-    EngineConfig,
-    EvaluationConfig,
-    LocalConfig,
     ModelConfig,
     RewardConfig,
     RunConfig,
-    SamplingConfig,
     UpdateConfig,
     VerifyConfig,
-    VerlConfig,
 )
 from attnrl.config.taken import check_taken, idle_keys
-from attnrl.config.tasks import Fork, TaskConfig, TaskKind
+from attnrl.config.tasks import TaskConfig, TaskKind
 
 __all__ = [
     "AlgoConfig",
     "Config",
-    "DataConfig",
-    "EngineConfig",
-    "EvaluationConfig",
-    "Fork",
-    "LocalConfig",
     "ModelConfig",
     "Names",
     "RewardConfig",
     "RunConfig",
-    "SamplingConfig",
     "Section",
     "TaskConfig",
     "TaskKind",
     "UpdateConfig",
     "VerifyConfig",
-    "VerlConfig",
     "check_options",
     "check_taken",
     "explain",
