@@ -42,5 +42,7 @@ for row in read_rows(name):
     print(*cell.values(), f"{row['before']:.3f} {row['after']:.3f}", row["iterations"], row["seconds"], where)
 P
 cp "docs/results/$NAME.jsonl" "$OUTPUT/"
-tar czf - -C runs --exclude='*.lock' "$NAME" | split -b 15M - "$OUTPUT/base_$NAME.tgz."
+if [ "$(du -sm "runs/$NAME" | cut -f1)" -lt 60 ]; then  # a larger base model stays where it is
+  tar czf - -C runs --exclude='*.lock' "$NAME" | split -b 15M - "$OUTPUT/base_$NAME.tgz."
+fi
 tail -n 2 "runs/evidence/$NAME"/worker-*.log | tail -n 40

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -257,7 +258,7 @@ def draw_disruption(trials: Sequence[Trial]) -> Any:
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.4, 2.9), layout="constrained")
     found = effects(trials)
-    names = [TYPES[e.type].replace(", at", ",\nat") for e in found]
+    names = [fill(TYPES[e.type].replace(" %", "\N{NO-BREAK SPACE}%"), 13) for e in found]
     for number, e in enumerate(found):
         left.bar(number, 100 * e.disrupted, color=COLOURS[number], hatch=(None, "//", "..", "xx")[number], alpha=0.85)
         bounds = [[100 * (e.disrupted - e.disrupted_low)], [100 * (e.disrupted_high - e.disrupted)]]
@@ -274,4 +275,5 @@ def draw_disruption(trials: Sequence[Trial]) -> Any:
     right.errorbar([x for x, _ in shown], heights, yerr=bounds, color=COLOURS[0], marker="o", capsize=3)
     right.set(title="(b) By position", xlabel="place of the hidden step in the response (%)", ylabel="accuracy (%)")
     right.set_xlim(0, 100)
+    right.set_ylim(bottom=0)
     return figure
