@@ -89,7 +89,7 @@ function forestMap(forest, chosen, choose) {
     el("span", {}, "value V of a node, 0 to 1 ", el("i", { class: "ramp value" })),
     branchless(forest) ? null : el("span", {}, el("b", { css: { color: "var(--point)" } }, "◆"), " branch point"),
     el("span", {}, el("b", { class: "right" }, "✓"), " right  ", el("b", { class: "wrong" }, "✗"), " wrong"),
-    el("span", {}, branchless(forest) ? "right: A of the response; this method does not branch" : "right: V of the whole tree, A of a branch"), el("span", {}, "Click a row to read it.")));
+    el("span", {}, branchless(forest) ? "at the edge: A of the response; this method does not branch" : "at the edge: V of the whole tree, A of a branch"), el("span", {}, "Click a row to read it.")));
 }
 
 const TREE_REASON_NAMES = { branched: "branched", filtered: "prompt filtered out", budget: "tree number used up", no_candidate: "no candidate step", rule: "rule found no place", no_rule: "the rule makes no branches", error: "errors" };
