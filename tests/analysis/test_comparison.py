@@ -17,7 +17,7 @@ from attnrl.algo.adaptive import mean_fci
 from attnrl.analysis.comparison import common_budget, compare_runs, estimate, group_methods, numbers, paired
 from attnrl.analysis.forests import grouped, rebuild
 from attnrl.analysis.intervals import auc
-from attnrl.analysis.problems import Problem, problems, separation
+from attnrl.analysis.problems import Problem, means_by_iteration, problems, separation
 from attnrl.analysis.records import RunRecord
 from attnrl.analysis.tables import tables
 from attnrl.cli import run as command
@@ -127,6 +127,19 @@ def test_mean_fci_of_a_problem_is_the_filters(runs: list[Path]) -> None:
         assert case.accuracy == pytest.approx(group.accuracy)
         rewards = {leaf.reward for t in forest.trees for leaf in (t.trunk, *t.branches)}
         assert case.signal == (len(rewards) == 2)
+
+
+def test_one_prompt_of_an_iteration_has_a_mean_and_no_interval() -> None:
+    cases = [
+        Problem(i, f"{i}{n}", fci, 1.0, signal=False, dropped=False) for i, n, fci in ((1, 0, 2), (2, 0, 1), (2, 1, 5))
+    ]
+    cases.append(Problem(2, "dropped", 99.0, 1.0, signal=False, dropped=True))
+    at, means, low, high = means_by_iteration(cases, False)
+    assert (at, means) == ([1, 2], [2.0, 3.0])
+    assert math.isnan(low[0])
+    assert math.isnan(high[0])
+    assert (low[1], high[1]) == (1.0, 5.0)
+    assert means_by_iteration(cases, True) == ([], [], [], [])
 
 
 def test_separation_by_hand() -> None:

@@ -215,8 +215,9 @@ def problem_figure(plt: Any, methods: Sequence[Method]) -> Any:
             right.hist(values, bins=edges, density=True, histtype="step", label=f"{label} ({len(values)})", **style)
         left.set(title=f"{name}: mean FCI of prompts", xlabel="iteration", ylabel="mean FCI, 95 % interval")
         right.set(title="all iterations", xlabel="mean FCI of a prompt", ylabel="density")
+        right.margins(y=0.4)  # room for the legend above the bars
         left.legend(frameon=False)
-        right.legend(frameon=False)
+        right.legend(frameon=False, loc="upper right")
     return figure
 
 

@@ -108,11 +108,11 @@ def separation(cases: Sequence[Problem], scope: str) -> Separation | None:
 def means_by_iteration(
     cases: Sequence[Problem], signal: bool
 ) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Iterations, and the mean FCI of their prompts with or without signal, with its interval."""
+    """Iterations, and the mean FCI of their prompts with or without signal, with its interval; none of one prompt."""
     rows: dict[int, list[float]] = {}
     for case in cases:
         if case.signal == signal and not case.dropped:
             rows.setdefault(case.iteration, []).append(case.fci)
     at = sorted(rows)
-    bounds = [bootstrap(rows[i], resamples=1000) for i in at]
+    bounds = [bootstrap(rows[i], resamples=1000) if len(rows[i]) > 1 else (math.nan, math.nan) for i in at]
     return at, [float(np.mean(rows[i])) for i in at], [low for low, _ in bounds], [high for _, high in bounds]
