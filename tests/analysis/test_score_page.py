@@ -49,6 +49,13 @@ def test_in_the_browser(tmp_path: Path) -> None:
         assert "under the quantile" in gauge
         assert browser.run("document.querySelectorAll('.step.branchy').length") == 1
         assert "layer 2, head 3" in browser.text("figure:has(canvas)")
+        peaks = browser.run("[...document.querySelectorAll('.peaks li')].map(li => li.innerText)")
+        assert len(peaks) == 8
+        assert all(" 2× uniform" in text and ATTACK[:20] in text for text in peaks)  # 0.5 / (k + 1) of 0.25 / (k + 1)
+        browser.click(".peaks li:last-child button")
+        number = int(peaks[-1].split()[1]) - 1
+        place = f"document.querySelector('[data-step=\"{number}\"]').getBoundingClientRect()"
+        browser.wait(f"{place}.top >= 0 && {place}.bottom <= innerHeight")
         assert browser.run("window.attacked") is None
         browser.press("n")
         browser.wait("document.querySelectorAll('.step').length === 3")

@@ -37,6 +37,15 @@ function mapView(map, tree) {
   return el("figure", { class: "card chart" }, el("figcaption", {}, el("h3", {}, `Step-to-step attention, layer ${map.layer + 1}, head ${map.head + 1}`),
     el("span", { class: "note" }, `the head that decides most steps; down: the step that attends, across: the step attended to${map.run > 1 ? `; a cell is ${map.run} × ${map.run} steps, its largest entry` : ""}`)), canvas);
 }
+/** The steps that later text attends to most for their place: of a thousand steps, the ones to read first. */
+function peaksView(tree) {
+  const known = tree.steps.map((step, i) => ({ i, step, times: step.fci && step.mean ? step.fci / step.mean : 0 })).filter((p) => p.times > 0);
+  const peaks = known.sort((a, b) => b.times - a.times).slice(0, 8);
+  if (known.length < 3) return null;
+  return el("figure", { class: "card chart peaks" }, el("figcaption", {}, el("h3", {}, "Steps to read first"), el("span", { class: "note" }, "highest FCI against what uniform attention would give at their place")),
+    el("ol", {}, peaks.map(({ i, step, times }) => el("li", {}, el("button", { type: "button", on: { click: () => main.querySelector(`[data-step="${i}"]`).scrollIntoView({ block: "center" }) } },
+      el("b", {}, `Step ${i + 1}`), el("span", { class: "num" }, ` ${digits(times, 3)}× uniform`), step.point ? el("span", { css: { color: "var(--point)" } }, " ◆") : null, el("span", { class: "soft" }, ` ${short(oneLine(step.text), 90)}`))))));
+}
 function stepsView(tree) {
   const top = Math.max(...tree.steps.map((s) => s.fci || 0), 1e-12);
   return el("ol", { class: "steps" }, tree.steps.map((step, i) => el("li", {}, el("div", { class: `step ${step.point ? "branchy" : ""}`, "data-step": i },
@@ -53,11 +62,11 @@ function show_(number) {
   const bars = [stepBars(tree, "FCI by step", "black: what uniform attention would give at that place; violet: branch points", "FCI", (s) => s.fci, (s) => s.mean),
     stepBars(tree, "Entropy by step", "mean over the step's tokens; violet: branch points", "nats", (s) => s.entropy, null)];
   main.replaceChildren(el("h1", { class: "skip" }, `Response ${number + 1}`),
-    el("nav", { class: "picker", "aria-label": "Responses" }, button(-1, "Previous (p)"), button(1, "Next (n)"), el("span", { class: "num" }, `${response.name} · ${number + 1} of ${responses.length} · ${tree.steps.length} steps, ${tree.tokens.toLocaleString("en")} tokens · model ${DATA.model}`)),
+    el("nav", { class: "picker", "aria-label": "Responses" }, responses.length > 1 ? [button(-1, "Previous (p)"), button(1, "Next (n)")] : null, el("span", { class: "num" }, `${response.name} · ${number + 1} of ${responses.length} · ${counted(tree.steps.length, "step")}, ${tree.tokens.toLocaleString("en")} tokens · model ${DATA.model}`)),
     el("div", { class: "card forest" }, el("div", { class: "part" }, el("p", { class: "label" }, "Prompt"), el("p", { class: "problem" }, response.prompt),
       el("details", { class: "words" }, el("summary", {}, "What the numbers mean"), el("dl", { class: "definition" }, [["FCI", "how strongly later text attends to the step: the largest over layers and heads (Eq. 6)"], ["× uniform", "FCI against what uniform attention would give at that place: early steps get more, whatever they say"], ["entropy", "of the next-token distribution, mean over the step's tokens, nats"]].map(([k, v]) => [el("dt", {}, k), el("dd", {}, v)])))),
     el("div", { class: "part" }, el("div", { class: "grid wide" }, bars.filter(Boolean))),
-    response.map ? el("div", { class: "part" }, mapView(response.map, tree)) : null, el("div", { class: "part" }, stepsView(tree))));
+    el("div", { class: "part" }, el("div", { class: "grid wide" }, response.map ? mapView(response.map, tree) : null, peaksView(tree))), el("div", { class: "part" }, stepsView(tree))));
   keys = { n: () => by(1), p: () => by(-1), d: () => document.getElementById("theme").click() };
 }
 let keys = {};
