@@ -298,6 +298,21 @@ def test_a_thread_that_breaks_leaves_nobody_waiting(log: Path) -> None:
             thread.join(JOIN)  # its exception belongs to this test
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_breaks_leaves_the_others_their_workers(log: Path) -> None:
+    pool = pool_of(log, workers=2)
+    sleeps = pool.submit(["sleep", 600], 600)
+    while not log.exists() or "sleep" not in log.read_text().splitlines():
+        time.sleep(0.05)
+    (pid,) = pool.pids()
+    assert pool.submit(["echo"], "soon").result(JOIN).error == "broken"  # type: ignore[arg-type]
+    assert pid in pool.pids()
+    pool.close(wait=False)
+    assert sleeps.result(JOIN).ours
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 @pytest.mark.parametrize("at_hand", [True, False])
 def test_closing_answers_what_waits_or_gives_it_up(log: Path, at_hand: bool) -> None:
     pool = pool_of(log)
