@@ -190,23 +190,14 @@ class PagedBatch:
         taken = len(trie.paths)
         chosen = np.array(candidates[:taken], np.int64)
         pages, logits_NV = self._forward_contexts(contexts[:taken], trie)
-        before = table.resumed[chosen]
-        ids_N, logprobs_N = self._first_draw(logits_NV, table.streams[chosen], before, sampling)
-        ended = table.record(chosen, before, ids_N[:, None], logprobs_N[:, None], self._stops_V)
-        goes_on = np.flatnonzero(~ended)
-        lengths = np.array([len(context) for context in contexts[:taken]], np.int64)
-        places = iter(table.append(chosen[goes_on], ids_N[goes_on], lengths[goes_on]))
-        for i in range(taken):
-            if ended[i]:
-                self._held().drop(pages[i])
+        ids_N, logprobs_N = self._first_draw(logits_NV, table.streams[chosen], table.resumed[chosen], sampling)
+        for row, held in zip(table.admit(chosen, trie, ids_N, logprobs_N, self._stops_V), pages, strict=True):
+            if row < 0:
+                self._held().drop(held)
             else:
-                row, count = next(places), len(pages[i])
-                self._pages_RM[row, :count], self._held_R[row] = pages[i], count
+                self._pages_RM[row, : len(held)], self._held_R[row] = held, len(held)
         self._state.look = 0
-        self.stats.prefills += bool(len(trie.ids_T))
-        self.stats.prefilled_tokens += len(trie.ids_T)
-        self.stats.saved_tokens += int(lengths.sum()) - len(trie.ids_T)
-        self.stats.prefill_seconds += time.perf_counter() - begin
+        self.stats.add_prefill(trie, time.perf_counter() - begin)
         return taken
 
     def _fitting(self, contexts: list[Ids]) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnrl.attention.pages import Ints
+from attnrl.attention.trie import Trie
 from attnrl.errors import TrainingError
 from attnrl.local.draw import stream_of
 from attnrl.types import Finish, Ids, Request, Rollout
@@ -81,12 +82,21 @@ class RowTable:
         streams = self.streams[self.request[active]]
         return np.stack([self.token[active], self.length[active], streams, self.drawn[active]])
 
-    def append(self, request: Ints, token: Ints, length: Ints) -> Ints:
-        """Adds rows that have drawn one token since they were admitted; returns their places."""
-        places = np.arange(self.count, self.count + len(request))
-        self.request[places], self.token[places], self.length[places] = request, token, length
-        self.drawn[places] = self.resumed[request] + 1
-        self.count += len(request)
+    def admit(
+        self, request_N: Ints, trie: Trie, ids_N: Ints, logprobs_N: NDArray[np.float32], stops_V: NDArray[np.bool_]
+    ) -> Ints:
+        """Keeps the first tokens drawn after the trie's contexts and adds a row for each request that goes on.
+
+        Returns the row of each, -1 where its first token was its last. [N]
+        """
+        before = self.resumed[request_N]
+        goes_on = np.flatnonzero(~self.record(request_N, before, ids_N[:, None], logprobs_N[:, None], stops_V))
+        places = np.full(len(request_N), -1)
+        places[goes_on] = added = np.arange(self.count, self.count + len(goes_on))
+        self.request[added], self.token[added] = request_N[goes_on], ids_N[goes_on]
+        self.length[added] = [len(trie.paths[i]) for i in goes_on]
+        self.drawn[added] = before[goes_on] + 1
+        self.count += len(goes_on)
         return places
 
     def remove(self, ended_R: NDArray[np.bool_]) -> tuple[Ints, Ints]:

@@ -110,24 +110,18 @@ class SlotBatch:
         chosen = np.array(candidates[:taken], np.int64)
         streams = torch.from_numpy(table.streams[chosen]).to(self.device)
         ids, logprobs = draw(done.logits_NV, uniforms(streams, torch.zeros_like(streams)), sampling)
-        first = ids.cpu().numpy()
-        nothing = np.zeros(taken, np.int64)
-        ended = table.record(chosen, nothing, first[:, None], logprobs.cpu().numpy()[:, None], self._stops_V)
-        goes_on = np.flatnonzero(~ended)
+        places = table.admit(chosen, done.trie, ids.cpu().numpy(), logprobs.cpu().numpy(), self._stops_V)
+        goes_on = np.flatnonzero(places >= 0)
         if len(goes_on):
             paths = [done.trie.paths[i] for i in goes_on]
             lengths = np.array([len(path) for path in paths], np.int64)
-            places = table.append(chosen[goes_on], first[goes_on], lengths)
             cache = self._cache_for(int(lengths.max()) + self.check_every)
             positions = np.concatenate([np.arange(n) for n in lengths])
-            cache.fill(np.repeat(places, lengths), positions, np.concatenate(paths), done.keys, done.values)
+            cache.fill(np.repeat(places[goes_on], lengths), positions, np.concatenate(paths), done.keys, done.values)
             self._tidy(cache)
             self._place()
         self._carry = done.carry
-        self.stats.prefills += bool(len(done.trie.ids_T))
-        self.stats.prefilled_tokens += len(done.trie.ids_T)
-        self.stats.saved_tokens += sum(map(len, contexts[:taken])) - len(done.trie.ids_T)
-        self.stats.prefill_seconds += time.perf_counter() - begin
+        self.stats.add_prefill(done.trie, time.perf_counter() - begin)
         return taken
 
     def advance(self, sampling: Sampling) -> int:

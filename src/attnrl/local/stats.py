@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from attnrl.attention.trie import Trie
+
 
 @dataclass(slots=True)
 class SamplerStats:
@@ -26,6 +28,13 @@ class SamplerStats:
     fused: bool = False  # the model's forward ran with fused kernels
     cuda_graph: bool = False  # decode steps were replayed CUDA graphs
     cuda_graphs_captured: int = 0  # of this call
+
+    def add_prefill(self, trie: Trie, seconds: float) -> None:
+        """Counts the forward over the trie's contexts; none was run where another request had all their tokens."""
+        self.prefills += bool(len(trie.ids_T))
+        self.prefilled_tokens += len(trie.ids_T)
+        self.saved_tokens += sum(map(len, trie.paths)) - len(trie.ids_T)
+        self.prefill_seconds += seconds
 
     @property
     def tokens_per_second(self) -> float:
