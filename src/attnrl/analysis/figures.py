@@ -41,7 +41,8 @@ SECTIONS = (
     Section(
         "Solve ratios",
         "Shares of prompts solved by all, by none, and by some of their responses. Trunks count every prompt of the "
-        "batch; branches, and both together, the prompts that were branched.",
+        "batch; branches, and both together, the prompts that were branched. The more responses a prompt has, the "
+        "fewer are all right or all wrong: hold both of a run that branches against the trunks of one that does not.",
         (
             _solved("solve_all", "Solve-all", "prompts with every response right"),
             _solved("solve_none", "Solve-none", "prompts with every response wrong"),
