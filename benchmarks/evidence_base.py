@@ -1,11 +1,14 @@
 """What was measured of base models without training them: hidden steps (Fig. 3), FCI of problems (Fig. 4), node values.
 
-    attnrl disrupt --model runs/s --output runs/disrupt ...
-    python benchmarks/evidence_base.py trials runs/disrupt docs/results/s_trials.parquet
+    attnrl disrupt --model runs/s --output runs/hidden --benchmarks tasks --task-count 384 --samples 1 --temperature 1 \\
+      --max-tokens 300 --template '{problem}' --data.tasks.forks hub,method,turn --data.tasks.operations 6,9 \\
+      --data.tasks.routine 2,8 --data.tasks.modulus 11 --data.tasks.wording equations --rows 64
+    python benchmarks/evidence_base.py trials runs/hidden docs/results/s_trials.parquet
     PYTHONPATH=benchmarks attnrl train s_atb --algo.estimator node_values:nothing --run-dir runs/problems \\
-      --run.save_rollouts_every 1 --evaluation.every 0 ...
+      --algo.prompts 32 --run.iterations 2 --run.save_rollouts_every 1 --evaluation.every 0
     python benchmarks/evidence_base.py problems runs/problems docs/results/s_problems.parquet
 
+For pair: runs/pair, 256 problems of at most 340 tokens, forks pair, operations 8,11 and routine 2,6.
 `python benchmarks/evidence.py tables` makes tables and figures of the kept files.
 """
 
