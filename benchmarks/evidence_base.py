@@ -1,8 +1,8 @@
 """What was measured of base models without training them: hidden steps (Fig. 3), FCI of problems (Fig. 4), node values.
 
-    attnrl disrupt --model runs/s --output runs/hidden --benchmarks tasks --task-count 384 --samples 1 --temperature 1 \\
-      --max-tokens 300 --template '{problem}' --data.tasks.forks hub,method,turn --data.tasks.operations 6,9 \\
-      --data.tasks.routine 2,8 --data.tasks.modulus 11 --data.tasks.wording equations --rows 64
+    attnrl disrupt --model runs/s --output runs/hidden --benchmarks tasks --task-count 384 --samples 1 \\
+      --temperature 1 --max-tokens 300 --template '{problem}' --data.tasks.forks hub,method,turn \\
+      --data.tasks.operations 6,9 --data.tasks.routine 2,8 --data.tasks.modulus 11 --data.tasks.wording equations
     python benchmarks/evidence_base.py trials runs/hidden docs/results/s_trials.parquet
     PYTHONPATH=benchmarks attnrl train s_atb --algo.estimator node_values:nothing --run-dir runs/problems \\
       --algo.prompts 32 --run.iterations 2 --run.save_rollouts_every 1 --evaluation.every 0
