@@ -43,7 +43,12 @@ TESTS: dict[str, list[str]] = {  # cheapest first
     "algo/statistics.py": ["tests/algo/test_statistics.py"],
     "algo/branching.py": ["tests/algo/test_branching.py", "tests/algo/test_parts.py"],
     "algo/adaptive.py": ["tests/algo/test_adaptive.py"],
-    "iteration.py": ["tests/test_schedules.py", "tests/test_iteration.py", "tests/test_updates.py"],
+    "iteration.py": [
+        "tests/test_schedules.py",
+        "tests/test_iteration.py",
+        "tests/test_updates.py",
+        "tests/algo/test_promises.py",
+    ],
     "verify/pool.py": ["tests/verify/test_workers.py"],
     "policy/losses.py": ["tests/policy/test_losses.py"],
     "policy/objective.py": ["tests/policy/test_losses.py"],

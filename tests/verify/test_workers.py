@@ -231,6 +231,26 @@ def test_what_is_printed_does_not_enter_the_replies(log: Path) -> None:
     pool.close()
 
 
+@pytest.mark.parametrize("heard", [True, False])
+def test_what_is_printed_is_heard_where_that_is_asked_for(
+    log: Path, heard: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    more = {"heard": True} if heard else {}
+    pool = Pool(Served("served_here:make", {"log": str(log)}, **more), 1, 20.0, memory_mb=1024)
+    ask(pool, "print", 5)
+    pool.close()
+    assert ("from print" in capfd.readouterr().err) == heard
+
+
+def test_modules_beside_the_caller_are_found_as_python_finds_them(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty entry of sys.path is the working directory."""
+    monkeypatch.chdir(log.parent)
+    monkeypatch.setattr(sys, "path", ["", *(entry for entry in sys.path if entry != str(log.parent))])
+    pool = pool_of(log)
+    assert ask(pool, "echo", 1).value["values"] == [1]
+    pool.close()
+
+
 @pytest.mark.parametrize(("fail", "said"), [("raise", "KeyError: 'no such thing'"), ("exit", "code 7")])
 def test_what_cannot_start_is_an_error_of_ours_with_its_cause(log: Path, fail: str, said: str) -> None:
     pool = pool_of(log, fail=fail)
