@@ -104,6 +104,17 @@ def test_choices_of_a_flag_and_of_a_key_are_listed() -> None:
     assert "One of: mean, sum." in attnrl("config", "--help").stdout
 
 
+def test_a_reader_that_goes_ends_a_command_quietly() -> None:
+    """As `attnrl config --help | head -1` does: far more is said than a pipe holds unread."""
+    command = [sys.executable, "-c", "from attnrl.cli import entry; entry()", "config", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
 def test_a_run_in_use_is_refused_before_its_data_is_read(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
