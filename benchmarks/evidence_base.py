@@ -16,18 +16,27 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from attnrl.analysis.disruption import BINS, TYPES, Trial, by_position, contrast, effects
+from attnrl.analysis.intervals import auc
 from attnrl.analysis.problems import Problem, problems, separation
 
-TESTBEDS = {"s": "S", "pair": "pair", "long": "long", "late": "late", "demo": "the demo"}
+TESTBEDS = {
+    "s": "S",
+    "pair": "pair",
+    "long": "long",
+    "late": "late",
+    "demo": "the demo",
+    "trained": "the demo, trained",
+}
 Cells = list[list[str]]
 
 
@@ -93,9 +102,18 @@ def problem_cells(found: dict[str, list[Problem]]) -> Cells:
                 row = [scope, str(told.without), str(told.others)]
                 row += [f"{told.mean_without:.4f}", f"{told.mean_others:.4f}"]
                 row += [f"{told.difference:+.4f} ({told.low:+.4f} to {told.high:+.4f})"]
-                row += [f"{told.auc_fci:.2f}", f"{told.auc_accuracy:.2f}"]
+                kept = [c for c in cases if not c.dropped and (scope == "all" or c.accuracy == 1.0)]
+                row += [ranked(kept, lambda c: -c.fci), ranked(kept, lambda c: abs(c.accuracy - 0.5))]
             cells.append([TESTBEDS.get(name, name), *row])
     return cells
+
+
+def ranked(cases: Sequence[Problem], score: Callable[[Problem], float], resamples: int = 2000) -> str:
+    """The chance that a prompt without signal has the higher score, with its 95 % interval over prompts."""
+    scores, none = np.array([score(c) for c in cases]), np.array([not c.signal for c in cases])
+    chosen = np.random.default_rng(0).integers(len(cases), size=(resamples, len(cases)))
+    drawn = [auc(scores[i], none[i]) for i in chosen if 0 < none[i].sum() < len(i)]
+    return "{:.2f} ({:.2f} to {:.2f})".format(auc(scores, none), *np.quantile(drawn, [0.025, 0.975]))
 
 
 def node_cells(found: dict[str, dict[str, Any]]) -> Cells:

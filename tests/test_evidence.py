@@ -202,7 +202,7 @@ class TestBaseModels:
         cases = [Problem(1, "a", 1.0, 0.0, False, False), Problem(1, "b", 3.0, 0.5, True, False)]
         _, both, easy = base.problem_cells({"s": cases})
         assert both[:6] == ["S", "all", "1", "1", "1.0000", "3.0000"]
-        assert both[7:] == ["1.00", "1.00"]
+        assert both[7:] == ["1.00 (1.00 to 1.00)"] * 2
         assert easy == ["S", "easy", "0", "0", *["-"] * 5]
 
     def test_what_is_kept_comes_back(self, tmp_path):
