@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from attnrl.analysis.disruption import BINS, TYPES, Trial, by_position, contrast, effects
 from attnrl.analysis.intervals import auc
-from attnrl.analysis.problems import Problem, problems, separation
+from attnrl.analysis.problems import Separation, problems, separation
 
 TESTBEDS = {
     "s": "S",
@@ -40,7 +40,31 @@ TESTBEDS = {
 Cells = list[list[str]]
 
 
-def keep(rows: Sequence[Trial] | Sequence[Problem], path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt of one iteration: what `Problem` says of it, and how many steps its trunks have, in the mean."""
+
+    iteration: int
+    uid: str
+    fci: float
+    accuracy: float
+    signal: bool
+    dropped: bool
+    steps: float
+
+
+def cases_of(run: Path) -> list[Case]:
+    """Every prompt of a run's recorded forests."""
+    files = sorted((run / "forests").glob("*.parquet"))
+    steps: dict[tuple[int, str], list[int]] = {}
+    for file in files:
+        for row in pq.read_table(file, columns=["uid", "kind", "step_starts"]).to_pylist():
+            if row["kind"] == "trunk":
+                steps.setdefault((int(file.stem), row["uid"]), []).append(len(row["step_starts"]))
+    return [Case(**asdict(p), steps=float(np.mean(steps[p.iteration, p.uid]))) for p in problems(files)]
+
+
+def keep(rows: Sequence[Trial] | Sequence[Case], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows]), path, compression="zstd")
 
@@ -87,28 +111,30 @@ def place_cells(trials: Sequence[Trial]) -> Cells:
     return cells
 
 
-def problem_cells(found: dict[str, list[Problem]]) -> Cells:
-    """Mean FCI of prompts with and without signal, and how well it and trunk accuracy tell them apart, by testbed."""
-    head = ["prompts", "without signal", "with", "mean FCI without", "with", "difference", "AUC of low FCI"]
-    cells = [["testbed", *head, "AUC of trunk accuracy"]]
+def problem_cells(found: dict[str, list[Case]]) -> Cells:
+    """Mean FCI of prompts with and without signal, and how well it, the number of steps and trunk accuracy tell them
+    apart, by testbed.
+    """
+    head = ["prompts", "without signal", "with", "mean FCI without", "with", "difference"]
+    cells = [["testbed", *head, "AUC of low FCI", "AUC of few steps", "AUC of trunk accuracy"]]
     for name, cases in found.items():
         for scope in ("all", "easy"):
-            told = separation(cases, scope)
-            if told is None:
-                kept = [c for c in cases if scope == "all" or c.accuracy == 1.0]
-                none = sum(not c.signal for c in kept)
-                row = [scope, str(none), str(len(kept) - none), *["-"] * 5]
-            else:
-                row = [scope, str(told.without), str(told.others)]
-                row += [f"{told.mean_without:.4f}", f"{told.mean_others:.4f}"]
-                row += [f"{told.difference:+.4f} ({told.low:+.4f} to {told.high:+.4f})"]
-                kept = [c for c in cases if not c.dropped and (scope == "all" or c.accuracy == 1.0)]
-                row += [ranked(kept, lambda c: -c.fci), ranked(kept, lambda c: abs(c.accuracy - 0.5))]
+            kept = [c for c in cases if not c.dropped and (scope == "all" or c.accuracy == 1.0)]
+            none = sum(not c.signal for c in kept)
+            row = [scope, str(none), str(len(kept) - none), *["-"] * 6]
+            if told := separation(kept, scope):
+                row[3:6] = f"{told.mean_without:.4f}", f"{told.mean_others:.4f}", apart(told)
+                scores = (lambda c: -c.fci, lambda c: -c.steps, lambda c: abs(c.accuracy - 0.5))
+                row[6:] = [ranked(kept, score) for score in scores]
             cells.append([TESTBEDS.get(name, name), *row])
     return cells
 
 
-def ranked(cases: Sequence[Problem], score: Callable[[Problem], float], resamples: int = 2000) -> str:
+def apart(told: Separation) -> str:
+    return f"{told.difference:+.4f} ({told.low:+.4f} to {told.high:+.4f})"
+
+
+def ranked(cases: Sequence[Case], score: Callable[[Case], float], resamples: int = 2000) -> str:
     """The chance that a prompt without signal has the higher score, with its 95 % interval over prompts."""
     scores, none = np.array([score(c) for c in cases]), np.array([not c.signal for c in cases])
     chosen = np.random.default_rng(0).integers(len(cases), size=(resamples, len(cases)))
@@ -136,7 +162,7 @@ def base_cells(results: Path) -> dict[str, Cells]:
         trials = read_trials(file)
         made |= {f"{file.stem} types": type_cells(trials), f"{file.stem} places": place_cells(trials)}
     kept = {name: results / f"{name}_problems.parquet" for name in TESTBEDS}
-    found = {n: [Problem(**row) for row in pq.read_table(f).to_pylist()] for n, f in kept.items() if f.exists()}
+    found = {n: [Case(**row) for row in pq.read_table(f).to_pylist()] for n, f in kept.items() if f.exists()}
     if found:
         made["problems"] = problem_cells(found)
     for file in sorted(results.glob("*_nodes.json")):
@@ -166,7 +192,7 @@ def main() -> None:
         lines = [json.loads(line) for line in (args.run / "trials.jsonl").read_text().splitlines()]
         keep([Trial(**trial) for line in lines for trial in line["trials"]], args.output)
     else:
-        keep(problems(sorted((args.run / "forests").glob("*.parquet"))), args.output)
+        keep(cases_of(args.run), args.output)
 
 
 if __name__ == "__main__":

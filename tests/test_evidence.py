@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from attnrl.analysis.disruption import Trial
-from attnrl.analysis.problems import Problem
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -199,11 +198,11 @@ class TestBaseModels:
         assert places[1][2].endswith(", 4")
 
     def test_problems_with_and_without_signal(self):
-        cases = [Problem(1, "a", 1.0, 0.0, False, False), Problem(1, "b", 3.0, 0.5, True, False)]
+        cases = [base.Case(1, "a", 1.0, 0.0, False, False, 9.0), base.Case(1, "b", 3.0, 0.5, True, False, 7.0)]
         _, both, easy = base.problem_cells({"s": cases})
         assert both[:6] == ["S", "all", "1", "1", "1.0000", "3.0000"]
-        assert both[7:] == ["1.00 (1.00 to 1.00)"] * 2
-        assert easy == ["S", "easy", "0", "0", *["-"] * 5]
+        assert both[7:] == ["1.00 (1.00 to 1.00)", "0.00 (0.00 to 0.00)", "1.00 (1.00 to 1.00)"]  # "a" has more steps
+        assert easy == ["S", "easy", "0", "0", *["-"] * 6]
 
     def test_what_is_kept_comes_back(self, tmp_path):
         trials = [Trial("q", 3, "matched", 2, 0.25, True, False, True)]
