@@ -307,6 +307,9 @@ def test_credit_is_not_asked_without_samples_and_may_take_all_signal_away() -> N
     outcome = step(replace(parts_of("treerl_1p5b", backend), credit=none), ON)
     assert len(outcome.samples) > 10
     assert backend.version == 0
+    assert outcome.metrics["train/valid_samples"] == 0, (
+        "a run in which credit takes all away says that it learns nothing"
+    )
     assert {kind_of(r.prompt) for r in outcome.reasons} == {"no_signal"}
 
 

@@ -319,11 +319,11 @@ def update(forests: Sequence[Forest], parts: Parts, rng: np.random.Generator) ->
     """The samples with signal, after the policy learned from them, and what the learner says of it."""
     every = [sample for forest in forests for sample in samples_by(parts.estimator, forest, rng)]
     samples = with_signal(every, parts.drop)
-    metrics = sample_statistics(every, samples)
     if parts.credit is not None and samples:
         asked = [ScoreRequest(s.prompt, s.response, (Step(0, len(s.response)),)) for s in samples]
         scoring = replace(parts.scoring or Scoring(temperature=parts.sampling.temperature), fci=False)
         samples = weigh(samples, weights_by(parts.credit, samples, score_by(parts.backend, asked, scoring)))
+    metrics = sample_statistics(every, samples)
     if any(sample.has_signal for sample in samples):
         metrics |= parts.backend.update(samples)
     return samples, metrics

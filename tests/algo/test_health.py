@@ -43,6 +43,29 @@ def test_what_is_wrong_is_said_with_its_numbers() -> None:
     )
 
 
+def test_samples_without_an_update_are_no_training() -> None:
+    skips = {**LEARNS, "policy/updates": 0.0, "policy/skipped_updates": 2.0, "trees/count": 3.0}
+    assert said(skips, skips) == (
+        "nothing trained in 2 of 2 iterations: 4 updates skipped because loss or gradient was no number"
+    )
+    assert said({**skips, "policy/updates": 1.0}) == "", "one of two minibatches trained"
+
+
+def test_updates_at_a_rate_of_zero_are_no_training() -> None:
+    last = {**LEARNS, "policy/updates": 2.0, "policy/lr": 0.0, "trees/count": 3.0}
+    assert said(last) == "", "the rate is that of the next update"
+    assert said(last, last, last) == (
+        "nothing trained in 2 of 3 iterations: the learning rate has come down to 0 (update.lr_decay_updates)"
+    )
+
+
+def test_a_run_that_stopped_learning_says_so_of_its_last_iterations() -> None:
+    assert said(*[LEARNS] * 100, *[IDLE] * 10) == ""
+    assert said(*[LEARNS] * 100, *[IDLE] * 11).startswith(
+        "nothing trained in 11 of the last 20 iterations: all responses"
+    )
+
+
 def test_a_method_that_does_not_branch_is_not_blamed_for_it() -> None:
     row = {"iteration": 1, "train/valid_samples": 0, "trunks/solve_none": 1, "trees/count": 0}
     assert "no trunk branched" in complaint([row], max_response_tokens=8, delta=4)

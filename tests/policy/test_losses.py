@@ -265,6 +265,12 @@ def summed_up(new_N, old_N, advantages_N, counts_S):
 def forgets(new_N, old_N, advantages_N, counts_S):
     -advantages_N * new_N
 
+def unmoved(new_N, old_N, advantages_N, counts_S):
+    return -advantages_N * new_N.detach()
+
+def narrow(new_N):
+    return new_N
+
 @mean_over_samples
 def held(new_N, old_N, advantages_N, counts_S, *, clip_low, strength=1.0):
     return TokenLoss(-strength * clip_low * advantages_N * new_N, {"odd": advantages_N > 1})
@@ -294,9 +300,26 @@ class TestByName:
         with pytest.raises(TrainingError, match=said):
             summed([(-1.0, -2.0, 0.0, 0.0, 3.0, 0.0)] * 2, [2], UpdateConfig(loss=f"own_losses:{name}"))
 
+    def test_a_loss_that_does_not_follow_the_policy_is_named(self) -> None:
+        rows_N = torch.zeros(2, requires_grad=True)
+        said = r"update\.loss: the loss unmoved must depend on the policy's log-probs"
+        with pytest.raises(TrainingError, match=said):
+            loss_sums(
+                rows_N,
+                torch.zeros(2),
+                advantages_N=torch.ones(2),
+                behaviour_N=torch.zeros(2),
+                counts=[2],
+                objective=objective(UpdateConfig(loss="own_losses:unmoved")),
+            )
+
     @pytest.mark.parametrize(
         ("overrides", "message"),
         [
+            (
+                {"loss": "own_losses:narrow"},
+                r"update\.loss: must be callable as \(new_N, base_N, advantages_N, counts_S\)",
+            ),
             ({"loss": "clop"}, r"update\.loss: unknown name 'clop'.* clip, cispo, gspo"),
             ({"loss": "no_such_module:f"}, r"update\.loss: cannot import"),
             ({"loss": "cispo", "loss_options": {"low": 1.0}}, r"update\.loss: 'cispo' has no option 'low'"),

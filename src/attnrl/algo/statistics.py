@@ -85,8 +85,8 @@ def generation_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def sample_statistics(every: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, float]:
-    """How much of the train batch has signal: samples, tokens, and their shares. Paper: Fig. 7b, Table 3."""
-    signal = [s for s in every if s.has_signal]
+    """How much of the train batch has signal: samples, tokens, and their shares of all. Paper: Fig. 7b, Table 3."""
+    signal = [s for s in trained if s.has_signal]
     tokens = sum(len(s.response) for s in every)
     carrying = (s.advantages if s.mask is None else s.advantages[s.mask] for s in signal)
     valid = sum(int(np.count_nonzero(a)) for a in carrying)

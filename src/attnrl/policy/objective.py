@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnrl.algo.parts import bind
+from attnrl.algo.parts import bind, check_call
 from attnrl.algo.promises import broken
 from attnrl.config import UpdateConfig, check_options
 from attnrl.errors import ConfigError
@@ -47,6 +47,7 @@ def objective(options: UpdateConfig) -> Objective:
     try:
         loss = bind(LOSSES, options.loss, options.loss_options, knobs)
         check_options(loss.func, options.loss_options)
+        check_call(loss, "new_N", "base_N", "advantages_N", "counts_S")
     except ValueError as error:
         raise ConfigError(f"update.loss: {error}") from None
     return Objective(
@@ -123,6 +124,8 @@ def loss_sums(
         got = tuple(policy.loss_N.shape) if isinstance(policy.loss_N, Tensor) else type(policy.loss_N).__name__
         want = f"must return a loss for each token, a tensor of shape {tuple(new_N.shape)}, not {got}"
         raise broken("loss", objective.loss, want, section="update")
+    if new_N.requires_grad and not policy.loss_N.requires_grad:
+        raise broken("loss", objective.loss, "must depend on the policy's log-probs, its first value", section="update")
     total_N = policy.loss_N * weights_N
     kl_N = torch.zeros_like(new_N)
     if reference_N is not None:
