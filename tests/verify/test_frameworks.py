@@ -1,5 +1,7 @@
 """The verifier under TRL's and verl's own code, in an environment of its own where this one has not got them.
 
+`make test-verl` runs it; ATTNRL_FRAMEWORKS_PATH is a folder with packages beside those of the interpreter. By hand:
+
 python -m venv .venv-frameworks && .venv-frameworks/bin/pip install -e . trl datasets verl tensordict ray
 ATTNRL_FRAMEWORKS_PYTHON=.venv-frameworks/bin/python pytest tests/verify/test_frameworks.py
 """
@@ -25,7 +27,8 @@ MODEL = ROOT / "src/attnrl/assets/demo_model"
 def run_there(package: str, script: str, *args: str) -> dict:
     """What a script prints last, run by the interpreter that has the package; skips where none has."""
     python = os.environ.get("ATTNRL_FRAMEWORKS_PYTHON", sys.executable)
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("ATTNRL_FRAMEWORKS_PATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     probe = subprocess.run([python, "-c", f"import {package}"], env=environment, capture_output=True, check=False)
     if probe.returncode:
         pytest.skip(f"{python} has no {package}; set ATTNRL_FRAMEWORKS_PYTHON to one that has it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -205,11 +207,13 @@ def test_two_lines_that_came_at_once_are_read_one_by_one() -> None:
     process.kill()
 
 
-def test_a_worker_that_does_not_read_is_a_timeout(log: Path) -> None:
+def test_a_worker_that_does_not_read_is_a_timeout(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of(log, timeout=0.5)
     pid = ask(pool, "echo").value["pid"]
     os.kill(pid, signal.SIGSTOP)
-    assert ask(pool, "echo", "x" * 3_000_000).error == "timeout"
+    with monkeypatch.context() as patch:
+        patch.delattr(Process, "read_line")  # nobody waits a second time, for the reply
+        assert ask(pool, "echo", "x" * 3_000_000).error == "timeout"
     assert ask(pool, "echo", 1).value["values"] == [1]
     pool.close()
 
@@ -406,6 +410,18 @@ def test_a_forked_child_has_workers_of_its_own_and_leaves_the_parents_alone(log:
     assert not still_open, "the parent's worker would not see its input end"
     assert ask(pool, "echo").value["pid"] == pid
     pool.close()
+
+
+def test_a_forked_child_has_nothing_to_say_of_the_parents_workers(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of(log)
+    ask(pool, "echo")
+    seen: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *rest: seen.append(str(message)))
+        said = _in_a_fork(lambda: (gc.collect(), list(seen))[1])
+    pool.close()
+    assert not [one for one in said if "subprocess" in one]
 
 
 def _target(fd: str) -> str:
