@@ -28,10 +28,9 @@ from attnrl.policy.passes import Passes, minibatches
 from attnrl.policy.rates import Counters, learning_rate
 from attnrl.types import Sample
 
-ROUNDING = {
-    torch.float32: 1e-3
-}  # mean gap of log-probs, nats, and relative one of gradients that rounding explains ...
-HALF_ROUNDING = 0.1  # ... and in half precision; a wrong mask on a trained model makes several times as much
+# What rounding explains: of log-probs the mean gap in nats, of gradients the relative one; in float32, and in half
+# precision, where a wrong mask on a trained model makes several times as much.
+ROUNDING, HALF_ROUNDING = {torch.float32: 1e-3}, 0.1
 Progress = Callable[[int, int], None]  # minibatches done, minibatches of this call
 
 
