@@ -193,3 +193,81 @@ def test_commands_and_functions_refuse_before_anything_is_written(
     with pytest.raises(ConfigError, match=r"data[.]train_tasks = 9 is set"):
         attnrl.check("demo", overrides={"data.train": "rows.jsonl", "data.train_tasks": 9})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["own_judge.py"]
+
+
+OTHERS = {  # what each command is called with, and how it calls itself
+    "model": (["eval", "--model", "demo", "--output", "out"], "an evaluation"),
+    "stored": (["eval", "--responses", "rows.jsonl", "--output", "out"], "grading stored responses"),
+    "compare": (["eval", "--compare", "a,b"], "a comparison"),
+    "score": (["score", "--model", "demo", "--input", "rows.jsonl", "--output", "out"], "scoring"),
+    "disrupt": (["disrupt", "--model", "demo", "--output", "out"], "the experiment"),
+    "verify": (["verify", "rows.jsonl"], "attnrl verify"),
+    "warmup": (["warmup", "--output", "out"], "attnrl warmup"),
+}
+EVERYWHERE = [("update.lr", "3"), ("run.iterations", "77"), ("data.train", "no.parquet"), ("algo.budget", "all")]
+NOT_BY = [
+    ("model", "sampling.temperature", "0.1"),
+    ("model", "sampling.max_response_tokens", "9"),
+    ("model", "evaluation.every", "3"),
+    ("model", "model.path", "demo"),
+    ("stored", "evaluation.samples", "9"),
+    ("stored", "evaluation.temperature", "0.2"),
+    ("stored", "model.dtype", "bfloat16"),
+    ("compare", "evaluation.ks", "4"),
+    ("score", "algo.filter", "all"),
+    ("score", "evaluation.temperature", "0.3"),
+    ("disrupt", "evaluation.ks", "4"),
+    ("disrupt", "algo.rule", "entropy"),
+    ("verify", "verify.concurrency", "3"),
+    ("warmup", "engine.local.rows", "8"),
+]
+TAKEN = [
+    ("model", "--verify.workers 1 --data.tasks.seed 5 --algo.grade_truncated --engine.local.rows 9 --k 1"),
+    ("model", "--reward math,overlong --sampling.max_response_tokens 90"),
+    ("stored", "--k 1 --data-dir x --reward exact --algo.grade_truncated"),
+    ("score", "--sampling.temperature 0.7 --algo.rule entropy --points 3 --delta 2 --token-budget 99"),
+    ("score", "--algo.segmenter lines --data.system x --algo.mode released --dtype float32"),
+    ("disrupt", "--delta 2 --algo.segmenter lines --samples 3 --update.microbatch_tokens 99"),
+    ("verify", "--workers 1 --timeout 3 --memory-mb 300"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"), [*((name, *pair) for name in OTHERS for pair in EVERYWHERE), *NOT_BY]
+)
+def test_every_command_refuses_a_flag_that_it_does_not_take(
+    name: str, key: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one with the value that it has anyway."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "response": "2", "gold": "2"}\n')
+    before = sorted(tmp_path.iterdir())
+    words, said = OTHERS[name]
+    assert command([*words, f"--{key}", value]) == 2
+    error = capsys.readouterr().err
+    assert f"{key} = " in error
+    assert f"is set, but nothing takes it: {said} takes " in error
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(("name", "flags"), TAKEN)
+def test_what_a_command_takes_it_does_not_refuse(
+    name: str, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What ends these is a model that is not there, or a row without its fields: looked at after the keys."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
+    words, _ = OTHERS[name]
+    assert command([word.replace("demo", "./nope") for word in words] + flags.split()) == 2
+    error = capsys.readouterr().err
+    assert "takes" not in error
+    assert "rows.jsonl" in error or "./nope" in error
+
+
+def test_a_whole_config_of_one_s_own_may_hold_more_than_an_evaluation_takes(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('base = "demo"\nupdate.lr = 3e-4\nrun.iterations = 7\nevaluation.tasks = 2\n')
+    report = attnrl.evaluate("demo", config=load_config(str(file)), progress=False)
+    assert len(report.metrics()) > 0
+    with pytest.raises(ConfigError, match=r"update[.]lr = 0[.]1 is set, but nothing takes it: an evaluation takes "):
+        attnrl.evaluate("demo", overrides={"update": {"lr": 0.1}})

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attnrl.cli.flags import read_flags, show
-from attnrl.config import Section, check_taken, load_config
+from attnrl.config import Section, check_taken, check_used, load_config
 from attnrl.errors import ConfigError, MissingFileError
 from attnrl.run import check_no_run
 
@@ -83,6 +83,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"give exactly one of --model, --responses and --compare, not {' and '.join(chosen) or 'none'}"
         )
+    if flags.model is None and "chunk" in flags.model_fields_set:
+        raise ConfigError("--chunk is set, but without --model nothing takes it")
     if flags.output is not None:
         check_no_run(flags.output)
     run = {"model": evaluate_model, "responses": evaluate_stored, "compare": compare_two}[chosen[0]]
@@ -92,14 +94,14 @@ def main(argv: list[str]) -> int:
 def evaluate_model(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
     """Draw, grade and report. Everything that can be wrong with the flags is found before the model loads."""
     from attnrl.launch import evaluate
-    from attnrl.launch.evaluating import settings_of
+    from attnrl.launch.evaluating import evaluation_settings
 
     assert flags.model is not None
     if flags.output is None:
         raise ConfigError(
             "--output DIR is needed with --model: responses are kept there, so that a killed run continues"
         )
-    where, config = settings_of(flags.model, overrides)
+    where, config = evaluation_settings(flags.model, overrides)
     if where:
         show(f"settings from {where} where no flag says otherwise")
     report = evaluate(flags.model, config=config, output=flags.output, seed=flags.seed, chunk=flags.chunk)
@@ -111,12 +113,13 @@ def evaluate_stored(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
     """Grade stored responses and report."""
     from attnrl.data.benchmarks import load_benchmark
     from attnrl.evaluation import Report, grade_stored
-    from attnrl.launch.models import open_rewards
+    from attnrl.launch.models import open_rewards, reward_keys
 
     assert flags.responses is not None
     if not flags.responses.is_file():
         raise MissingFileError(f"--responses {flags.responses}: no such file")
     config = load_config("", overrides)
+    check_used(config, "grading stored responses", reward_keys(config) | {"evaluation.ks", "data.directory"})
     with open_rewards(config) as rewards:
         check_taken(config, rewards.takes)
         responses = grade_stored(
@@ -135,6 +138,7 @@ def compare_two(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
     from attnrl.evaluation.results import markdown
 
     assert flags.compare is not None
+    check_used(load_config("", overrides), "a comparison", frozenset())
     a, b = flags.compare
     comparisons = compare(a, b, seed=flags.seed)
     show_table(f"A = {a}   B = {b}", comparison_rows(comparisons))

@@ -182,7 +182,12 @@ def describe_flags(kind: type[BaseModel], short: Mapping[str, str] | None, words
         field, line = fields()[key], keys()[key]
         entries.append((f"--{name.replace('_', '-')}{_default(field)}", f"{line} ({key}){_choices(field)}"))
     if short is not None:
-        entries.append(("--section.key VALUE", "any other key of the config: `attnrl config --help` lists them"))
+        entries.append(
+            (
+                "--section.key VALUE",
+                "another key of the config that the command takes: `attnrl config --help` lists them",
+            )
+        )
     return "Flags:\n\n" + in_columns(entries) if entries else ""
 
 

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from attnrl.cli.flags import read_flags
 from attnrl.cli.lines import check_folder, read_lines
-from attnrl.config import Section, load_config
+from attnrl.config import Section, check_used, load_config
 from attnrl.errors import ConfigError, DataError
 from attnrl.evaluation.stored import GOLD
 from attnrl.types import Verdict
@@ -109,7 +109,9 @@ def summary(verdicts: Sequence[Verdict], seconds: float) -> Table:
 
 def main(argv: list[str]) -> int:
     options, overrides = read_flags(VerifyFlags, argv, str(__doc__), short=SHORT, words="file")
-    limits = load_config("", overrides).verify
+    config = load_config("", overrides)
+    check_used(config, "attnrl verify", set(SHORT.values()))
+    limits = config.verify
     check_folder("output", options.output)
     check_folder("disagreements", options.disagreements)
     rows, without_gold = read_rows(options.file)

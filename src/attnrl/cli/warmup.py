@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from attnrl.cli.flags import read_flags
-from attnrl.config import Section, TaskConfig, load_config
+from attnrl.config import Section, TaskConfig, check_used, load_config
 from attnrl.errors import ConfigError
 from attnrl.launch.models import model_path
 from attnrl.local.pairs import PairFile, Pairs
@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int | None:
     """Warm up, save, and say how good the model is."""
     arguments, overrides = read_flags(WarmupFlags, argv, str(__doc__), flat="training", short=SHORT)
     console, config = Console(), load_config("", overrides)
+    check_used(config, "attnrl warmup", set(SHORT.values()))
     run = prepare_warmup(
         arguments.output,
         arguments.task,

@@ -16,7 +16,7 @@ from attnrl.config.sections import (
     UpdateConfig,
     VerifyConfig,
 )
-from attnrl.config.taken import check_taken, idle_keys
+from attnrl.config.taken import check_taken, check_used, idle_keys
 from attnrl.config.tasks import TaskConfig, TaskKind
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "VerifyConfig",
     "check_options",
     "check_taken",
+    "check_used",
     "explain",
     "fields",
     "idle_keys",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,28 @@ def check_taken(config: BaseModel, by_parts: Set[str] = frozenset()) -> None:
         here = f" ({', '.join(parts)})" if mark is PART else ""
         value = getattr(section, key.rpartition(".")[2])
         raise ConfigError(f"{key} = {value!r} is set, but nothing takes it: it is for {mark.what}{here}; leave it out")
+
+
+def check_used(config: BaseModel, what: str, takes: Set[str]) -> None:
+    """Raise ConfigError where the user set a key that is not among those that a command `takes`: dotted, a section
+    standing for all of its keys. `what` names the command.
+
+    It is for configs that hold no file of the user's own: such a file may be a whole run's.
+    """
+    for key, value in _set_keys(config):
+        if not any(f"{key}.".startswith(f"{one}.") for one in takes):
+            known = ", ".join(sorted(takes)) or "no key of the config"
+            raise ConfigError(f"{key} = {value!r} is set, but nothing takes it: {what} takes {known}; leave it out")
+
+
+def _set_keys(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of what the user set."""
+    for name in type(section).model_fields:
+        if name in section.model_fields_set:
+            value = getattr(section, name)
+            yield from (
+                _set_keys(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else [(prefix + name, value)]
+            )
 
 
 def idle_keys(

@@ -15,10 +15,10 @@ import numpy as np
 from attnrl.analysis.disruption import Trial, choose_steps
 from attnrl.analysis.pages import step_means
 from attnrl.backend import generate_by, score_by
-from attnrl.config import Config, check_taken
+from attnrl.config import Config, check_taken, check_used
 from attnrl.errors import ConfigError
 from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
-from attnrl.launch.evaluating import settings_of
+from attnrl.launch.evaluating import DRAWN, settings_of
 from attnrl.launch.models import (
     check_model,
     decoder,
@@ -26,6 +26,7 @@ from attnrl.launch.models import (
     load_tokenizer,
     open_engine,
     open_rewards,
+    reward_keys,
 )
 from attnrl.launch.parts import FCI_KEYS, check_parts, segmenting
 from attnrl.run import check_no_run
@@ -47,6 +48,7 @@ from attnrl.types import (
 if TYPE_CHECKING:
     from attnrl.local.backend import LocalBackend
 
+TAKES = {"algo.segmenter", "algo.segmenter_options", "update.microbatch_tokens"}  # beside what an evaluation does
 FILE, SETTINGS = "trials.jsonl", "settings.json"
 Job = tuple[int, Prompt, int]  # number of the response, its prompt, its seed
 
@@ -81,6 +83,7 @@ def disrupt(
     """
     check_no_run(Path(output))
     config = settings_of(model, overrides)[1]
+    check_used(config, "the experiment", DRAWN | reward_keys(config) | FCI_KEYS | TAKES)
     if config.engine.name != "local":
         raise ConfigError(f"engine.name = {config.engine.name!r}: hiding a step from later text needs the local engine")
     bound = check_parts(config)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnrl.config import Config, check_taken, load_config
+from attnrl.config import Config, check_taken, check_used, load_config
 from attnrl.errors import ConfigError
 from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
 from attnrl.launch.models import (
@@ -17,6 +17,7 @@ from attnrl.launch.models import (
     load_tokenizer,
     open_engine,
     open_rewards,
+    reward_keys,
 )
 from attnrl.run import check_no_run
 from attnrl.types import Sampling
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     from attnrl.iteration import Parts
     from attnrl.trainer import Evaluate
     from attnrl.types import Prompt
+
+DRAWN = {  # what draws responses to benchmarks
+    "model.dtype",
+    "engine",
+    *(f"data.{key}" for key in ("template", "system", "chat_options", "columns", "directory", "tasks")),
+    *(f"evaluation.{key}" for key in ("benchmarks", "tasks", "samples", "temperature", "top_p")),
+    *(f"evaluation.{key}" for key in ("max_response_tokens", "max_prompt_tokens")),
+}
 
 
 def evaluate(
@@ -50,7 +59,7 @@ def evaluate(
 
     model = str(model)
     if config is None:
-        config = settings_of(model, overrides)[1]
+        config = evaluation_settings(model, overrides)[1]
     elif overrides:
         raise ConfigError("give overrides or a whole config, not both")
     if output is not None:
@@ -84,6 +93,13 @@ def evaluate(
             chunk=chunk,
             progress=progress,
         )
+
+
+def evaluation_settings(model: str, overrides: Mapping[str, Any] | None = None) -> tuple[str, Config]:
+    """`settings_of`; raises where an override is a key that an evaluation does not take."""
+    where, config = settings_of(model, overrides)
+    check_used(config, "an evaluation", DRAWN | reward_keys(config) | {"evaluation.ks"})
+    return where, config
 
 
 def settings_of(model: str, overrides: Mapping[str, Any] | None = None) -> tuple[str, Config]:

@@ -91,6 +91,12 @@ def open_engine(
         backend.close()
 
 
+def reward_keys(config: Config) -> set[str]:
+    """The keys and sections that `open_rewards` reads; the limit of responses where a reward may ask for it."""
+    asks = any(reward.name == "overlong" or ":" in reward.name for reward in config.reward)
+    return {"reward", "verify", "algo.grade_truncated", *(["sampling.max_response_tokens"] if asks else [])}
+
+
 def open_rewards(config: Config) -> Rewards:
     """The rewards of a config, to be closed."""
     from attnrl.reward import build_rewards

@@ -14,7 +14,7 @@ from attnrl.algo.parts import read_by
 from attnrl.algo.promises import points_by
 from attnrl.algo.reasons import step_reasons
 from attnrl.backend import score_by
-from attnrl.config import Config, check_taken, load_config
+from attnrl.config import Config, check_taken, check_used, load_config
 from attnrl.errors import ConfigError, DataError
 from attnrl.launch.data import wording
 from attnrl.launch.evaluating import settings_of
@@ -22,6 +22,16 @@ from attnrl.launch.models import check_model, find_engine, load_tokenizer, open_
 from attnrl.launch.parts import FCI_KEYS, check_parts, segmenting, taken_by
 from attnrl.types import Ids, Prompt, Rollout, ScoreRequest, Scores, Scoring, Trunk, Verdict, as_ids
 
+TAKES = {
+    "model.dtype",
+    "engine",
+    "sampling.temperature",
+    "update.microbatch_tokens",
+    *(f"data.{key}" for key in ("template", "system", "chat_options")),
+    *(f"algo.{key}" for key in ("segmenter", "segmenter_options", "rule", "rule_options", "points", "top_fraction")),
+    *(f"algo.{key}" for key in ("min_gap_tokens", "mode")),
+    *FCI_KEYS,
+}
 FIELDS = "the fields are prompt and response (text), prompt_ids and response_ids (token ids), or problem and response"
 Row = Mapping[str, Any]
 
@@ -96,10 +106,12 @@ def as_row(number: int, given: Row | tuple[str, str]) -> Row:
 
 def score_settings(model: str, overrides: Mapping[str, Any] | None = None) -> tuple[str, Config]:
     """Where it is written how the prompts of a model read, empty for the defaults; and the paper's config with that
-    template, system message and chat options, and overrides on top."""
+    template, system message and chat options, and overrides on top, of keys that scoring takes."""
     where, own = settings_of(model)
     known = {f"data.{key}": value for key, value in wording(own).items()} if where else {}
-    return where, load_config("", overrides, known=known)
+    config = load_config("", overrides, known=known)
+    check_used(config, "scoring", TAKES)
+    return where, config
 
 
 def encode(where: str, row: Row, tokenizer: Any, config: Config, *, chat: bool, vocabulary: int) -> tuple[Ids, Ids]:
