@@ -39,6 +39,8 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("data.tasks.style", 2, {}, {"data.tasks.forks": ["hub"]}),
     ("algo.points", 3, PLAIN, {}),
     ("algo.width", 3, PLAIN, {**PLAIN, "algo.rule": "surprisal"}),
+    ("algo.budget", "all", PLAIN, {**PLAIN, "algo.rule": "surprisal"}),
+    ("algo.budget_options", {"rounding": "ceil"}, PLAIN, {}),
     ("algo.top_fraction", 0.5, {"algo.rule": "surprisal"}, {}),
     ("algo.min_gap_tokens", 9, {"algo.rule": "surprisal"}, {}),
     ("algo.mode", "released", {"algo.rule": "none", "algo.filter": "all"}, {"algo.rule": "none"}),
@@ -125,8 +127,8 @@ def test_no_preset_is_refused_nor_what_is_printed_of_it(
     for one in (config, mine):
         make_ready(one).rewards.close()
     unlike = {key for key in keys() if value_of(mine, key) != value_of(config, key)}
-    assert unlike <= {"algo.max_prompts"}, "where every batch has as many prompts"
-    assert not (unlike and config.algo.adaptive_batch)
+    fixed = {"algo.max_prompts"} if not config.algo.adaptive_batch else set()  # every batch has as many prompts
+    assert unlike <= fixed | ({"algo.budget"} if config.algo.rule == "none" else set())
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -188,6 +190,10 @@ def test_commands_and_functions_refuse_before_anything_is_written(
     assert "algo.points = 3 is set, but nothing takes it" in capsys.readouterr().err
     assert command(["config", "demo_grpo", "--algo.width", "3"]) == 2
     assert "algo.width = 3 is set, but nothing takes it: it is for a rule that branches" in capsys.readouterr().err
+    for budget in ("difficulty", "all"):  # the default, and what the preset has
+        assert command(["train", "demo_grpo", "--run-dir", str(tmp_path / "run"), "--algo.budget", budget]) == 2
+        said = f"algo.budget = '{budget}' is set, but nothing takes it: it is for a rule that branches"
+        assert said in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"verify[.]workers = 2 is set"):
         attnrl.score("demo", [("a", "b")], overrides={"verify.workers": 2})
     with pytest.raises(ConfigError, match=r"data[.]train_tasks = 9 is set"):

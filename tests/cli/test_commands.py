@@ -150,12 +150,16 @@ def test_a_bad_data_row_is_named_before_a_model_loads(row: str, message: str, tm
 def test_printed_config_reads_back_as_the_same_config(
     preset: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A bound that nothing takes, where every batch has as many prompts, stands in a comment: tests/test_taken.py."""
+    """What nothing takes stands in a comment, such as a bound where every batch has as many prompts, or what is for
+    branches where there are none: tests/test_taken.py."""
     assert run(["config", preset, "--run.seed", "4"]) == 0
     config, printed = load_config(preset, {"run.seed": 4}), capsys.readouterr().out
-    bound = f"max_prompts = {config.algo.max_prompts}\n"
-    assert f"\n{bound}" in printed or (f"\n# {bound}" in printed and not config.algo.adaptive_batch)
-    (tmp_path / "printed.toml").write_text(printed.replace(f"\n# {bound}", f"\n{bound}"))
+    algo = config.algo
+    bound, budget = f"max_prompts = {algo.max_prompts}\n", f'budget = "{algo.budget}"\n'
+    for line, idle in ((bound, not algo.adaptive_batch), (budget, algo.rule == "none")):
+        assert f"\n{line}" in printed or (f"\n# {line}" in printed and idle)
+        printed = printed.replace(f"\n# {line}", f"\n{line}")
+    (tmp_path / "printed.toml").write_text(printed)
     assert load_config(str(tmp_path / "printed.toml")) == config
 
 

@@ -28,7 +28,7 @@ HELD_OUT = For(
     lambda config: any(name == "tasks" or name.startswith("gym:") for name in config.evaluation.benchmarks),
 )
 FCI = For("a rule or filter that reads FCI")
-BRANCHES = For("a rule that branches")
+BRANCHES = For("a rule that branches", even_default=True)
 ADAPTIVE = For("algo.adaptive_batch = true", lambda config: config.algo.adaptive_batch)
 FILLED = For("algo.adaptive_batch = true, or a schedule that fills its batches")
 WORKERS = For("a reward that runs in worker processes")
@@ -201,9 +201,9 @@ class AlgoConfig(Section):
     or package.module:function."""
     filter_options: dict[str, Any] = {}
     """Keyword options of the filter: scope = "easy" (prompts with all trunks right) or "all" for attention."""
-    budget: str = "difficulty"
+    budget: Annotated[str, BRANCHES] = "difficulty"
     """Trees per prompt (Eq. 9): difficulty, all, or package.module:function."""
-    budget_options: dict[str, Any] = {}
+    budget_options: Annotated[dict[str, Any], BRANCHES] = {}
     """Keyword options of the budget rule."""
     adaptive_batch: bool = True
     """Follow Eq. 10; otherwise every batch has `prompts` prompts."""

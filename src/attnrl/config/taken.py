@@ -21,6 +21,7 @@ class For:
     what: str
     where: Callable[[Any], bool] | None = None
     in_files: bool = True  # False: a file may hold it for another choice than the one made; only flags set it in vain
+    even_default: bool = False  # True: set in vain also as its default, which a preset may have changed
 
 
 PART = For("a part with such an option")
@@ -65,13 +66,15 @@ def _set_keys(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]
 def idle_keys(
     config: BaseModel, by_parts: Set[str] = frozenset(), *, only_set: bool = False
 ) -> dict[str, tuple[BaseModel, For]]:
-    """The dotted keys that have another value than their default and that nothing takes, with section and mark."""
+    """The dotted keys that nothing takes, with section and mark; not those with their default value, unless the mark
+    says so."""
     found = {}
 
     def look(section: BaseModel, prefix: str, above: For | None) -> None:
         for name, field in type(section).model_fields.items():
             key, value, mark = f"{prefix}{name}", getattr(section, name), mark_of(field, above)
-            if value == field.get_default() or (only_set and name not in section.model_fields_set):
+            plain = value == field.get_default() and not (mark and mark.even_default)
+            if plain or (only_set and name not in section.model_fields_set):
                 continue
             if isinstance(value, BaseModel):
                 look(value, f"{key}.", mark)

@@ -31,6 +31,7 @@ KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {  # the parts of [algo] th
 }
 
 FCI_KEYS = {"algo.delta", "algo.key_reduce"}  # taken wherever FCI is computed
+BRANCH_KEYS = {"algo.width", "algo.budget", "algo.budget_options"}  # by any rule that branches
 
 CALLED = {  # what the loop calls each with
     "segmenter": ("texts",),
@@ -73,7 +74,7 @@ def taken_by(config: Config, bound: Mapping[str, partial[Any]]) -> set[str]:
     algo, schedule = config.algo, find(SCHEDULES, config.algo.schedule)
     taken = {f"algo.{name}" for part in bound.values() for name in part.keywords}
     taken |= FCI_KEYS if "fci" in read_by(bound["rule"]) | read_by(bound["filter"]) else set()
-    taken |= {"algo.width"} if most_points(bound["rule"]) != 0 else set()
+    taken |= BRANCH_KEYS if most_points(bound["rule"]) != 0 else set()
     return taken | ({"algo.max_prompts"} if algo.adaptive_batch or getattr(schedule, "fills", True) else set())
 
 
