@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 
 from attnrl.config import Config, keys, load_config, presets
 from attnrl.errors import ConfigError, MissingFileError
-from attnrl.launch.parts import check_parts
+from attnrl.launch.parts import KINDS, check_parts
+from attnrl.policy.losses import LOSSES
+from attnrl.policy.objective import objective
 
 
 @pytest.mark.parametrize("preset", presets())
@@ -16,6 +20,61 @@ def test_every_preset_loads_with_parts_that_exist(preset: str) -> None:
     config = load_config(preset)
     assert config.about, "a preset says in one line what it is"
     assert set(check_parts(config)) == {"segmenter", "rule", "filter", "budget", "estimator", "credit"}
+
+
+OUT_OF_RANGE = [
+    ("algo.rule", "fci", {"points": 0}, "greater than or equal to 1"),
+    ("algo.rule", "fci", {"top_fraction": 1.5}, "less than or equal to 1"),
+    ("algo.rule", "fci", {"min_gap_tokens": -1}, "greater than or equal to 0"),
+    ("algo.rule", "fci_mean", {"delta": 0}, "greater than or equal to 1"),
+    ("algo.rule", "position", {"shares": [0.1, 1.0]}, "less than 1"),
+    ("algo.rule", "every_step", {"max_points": 0}, "greater than or equal to 1"),
+    ("algo.rule", "fixed_segments", {"segment_tokens": -5}, "greater than or equal to 1"),
+    ("algo.rule", "low_probability", {"below": -5}, "greater than 0"),
+    ("algo.rule", "low_probability", {"per_segment": 0}, "greater than or equal to 1"),
+    ("algo.segmenter", "every_n_tokens", {"tokens": 0}, "greater than or equal to 1"),
+    ("algo.estimator", "treerl", {"train_leaves": -3}, "greater than or equal to 1"),
+    ("algo.estimator", "grpo", {"ddof": 2}, "less than or equal to 1"),
+    ("algo.estimator", "chain", {"only_below": 0.0}, "greater than 0"),
+    ("algo.credit", "top_entropy", {"fraction": 7}, "less than or equal to 1"),
+    ("algo.credit", "top_entropy", {"fraction": 0.0}, "greater than 0"),
+    ("update.loss", "cispo", {"cap": -1.0}, "greater than 0"),
+    ("update.loss", "cispo", {"cap": float("nan")}, "greater than 0"),
+    ("update.loss", "gspo", {"low": 1.0}, "less than 1"),
+    ("update.loss", "gspo", {"high": 0.0}, "greater than 0"),
+    ("update.loss", "clip", {"dual_clip": 1.0}, "greater than 1"),
+]
+
+
+def settle(config: Config) -> None:
+    check_parts(config)
+    objective(config.update)
+
+
+@pytest.mark.parametrize(("key", "name", "options", "said"), OUT_OF_RANGE)
+def test_an_option_out_of_its_range_is_refused_with_the_range(
+    key: str, name: str, options: dict[str, Any], said: str
+) -> None:
+    (option,) = options
+    fixed = {"algo.adaptive_batch": False, key: name}
+    settle(load_config("demo", fixed))
+    with pytest.raises(ConfigError, match=rf"^{key}: option {option} = .*: input should be {said}"):
+        settle(load_config("demo", {**fixed, f"{key}_options": options}))
+
+
+def test_every_number_that_a_part_of_ours_takes_has_a_range() -> None:
+    tried = {(key, option) for key, _, options, _ in OUT_OF_RANGE for option in options}
+    tried |= {("update.loss", "clip_low"), ("update.loss", "clip_high")}  # as low and high
+    found = set()
+    for kind, table in {**{f"algo.{kind}": table for kind, table in KINDS.items()}, "update.loss": LOSSES}.items():
+        for part in table.values():
+            hints = get_type_hints(part, include_extras=True)
+            for option, parameter in inspect.signature(part).parameters.items():
+                text = repr(hints[option])
+                if parameter.kind is parameter.KEYWORD_ONLY and ("int" in text or "float" in text):
+                    assert "Annotated" in text, f"{kind} {part.__name__} {option}: {text}"
+                    found.add((kind, option))
+    assert found == tried
 
 
 def test_the_papers_presets_are_there() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from attnrl.algo.credit import CREDITS, no_credit, top_entropy, weigh
 from attnrl.algo.parts import bind, read_by
-from attnrl.errors import ConfigError
 from attnrl.types import Sample, Scores, as_floats, as_ids
 
 
@@ -86,12 +85,6 @@ def test_equals_a_sort_of_the_whole_batch(rows: list[list[int]], percent: int) -
     expected = [[float(x >= every[k - 1]) for x in row] for row in rows]
     assert lists(top_entropy(samples, scores, fraction=percent / 100)) == expected
     assert k <= sum(map(sum, expected))
-
-
-@pytest.mark.parametrize("fraction", [0.0, -0.1, 1.5])
-def test_a_fraction_outside_its_range_is_refused(fraction: float) -> None:
-    with pytest.raises(ConfigError, match=r"credit_options\.fraction"):
-        top_entropy(*scored([0.1]), fraction=fraction)
 
 
 def test_each_says_what_it_reads() -> None:

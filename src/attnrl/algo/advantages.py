@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Le
 from numpy.typing import NDArray
 
+from attnrl.algo.parts import Count, Share
 from attnrl.types import Branch, Floats, Forest, Ids, Sample, Tree, as_floats
 
 Estimator = Callable[[Forest, np.random.Generator], list[Sample]]
 Values = NDArray[np.float64]
+Ddof = Annotated[int, Ge(0), Le(1)]
 
 ROUNDING = 1e-12  # differences of mean rewards below this are no signal but float rounding
 
@@ -87,7 +91,7 @@ def edge(forest: Forest, rng: np.random.Generator) -> list[Sample]:
     return node_samples(forest, lambda node, r: _exact(node.value - node.parent))
 
 
-def treerl(forest: Forest, rng: np.random.Generator, *, train_leaves: int | None = 16) -> list[Sample]:
+def treerl(forest: Forest, rng: np.random.Generator, *, train_leaves: Count | None = 16) -> list[Sample]:
     """TreeRL's own form of Eq. 3: V(root) leaves the path's own leaf out, advantages are centred over tokens, and
     `train_leaves` of the leaves, drawn at random, are trained on (None: all). A single leaf has no others: advantage 0.
     """
@@ -109,7 +113,7 @@ def treerl(forest: Forest, rng: np.random.Generator, *, train_leaves: int | None
     return [_with(s, s.advantages - np.float32(mean)) for s in samples]
 
 
-def grpo(forest: Forest, rng: np.random.Generator, *, ddof: int = 1) -> list[Sample]:
+def grpo(forest: Forest, rng: np.random.Generator, *, ddof: Ddof = 1) -> list[Sample]:
     """Samples of the trunks with (R - mean) / std of the group; a group of one outcome gives 0.
 
     `ddof` 1 is the sample standard deviation (what the common trainers use), 0 the population's.
@@ -139,14 +143,14 @@ def treepo(forest: Forest, rng: np.random.Generator) -> list[Sample]:
     return leaf_samples(forest, _whiten(np.array(raw)))
 
 
-def tree_grpo(forest: Forest, rng: np.random.Generator, *, ddof: int = 1) -> list[Sample]:
+def tree_grpo(forest: Forest, rng: np.random.Generator, *, ddof: Ddof = 1) -> list[Sample]:
     """Per leaf: group-relative advantage within its tree plus the one across all trees (Tree-GRPO)."""
     across = _standardize(leaf_rewards(forest), ddof)
     within = np.concatenate([_standardize(leaf_rewards(Forest(forest.prompt, (t,))), ddof) for t in forest.trees])
     return leaf_samples(forest, across + within)
 
 
-def chain(forest: Forest, rng: np.random.Generator, *, only_below: float | None = None) -> list[Sample]:
+def chain(forest: Forest, rng: np.random.Generator, *, only_below: Share | None = None) -> list[Sample]:
     """Trunks with V(next point) - V(point) on each segment, a point's value being the mean of the rollouts from it.
 
     The value of the start is the mean reward of the trunks, that of the end the trunk's own reward; the rollouts
@@ -168,7 +172,7 @@ def chain(forest: Forest, rng: np.random.Generator, *, only_below: float | None 
     return samples
 
 
-def fr3e(forest: Forest, rng: np.random.Generator, *, ddof: int = 1) -> list[Sample]:
+def fr3e(forest: Forest, rng: np.random.Generator, *, ddof: Ddof = 1) -> list[Sample]:
     """Every rollout with (R - mean) / std among those from the same state, over exp(V(state) - V(state before)).
 
     A trunk's states are the prompt, from which all trunks start, and its anchors in order; V is the mean reward of the

@@ -8,11 +8,12 @@ the branches. The rules here are named in `RULES`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Ge
 
-from attnrl.algo.parts import reads
+from attnrl.algo.parts import Count, Share, reads
 from attnrl.types import Floats, Prompt, Step, Trunk
 
 Rule = Callable[[Prompt, Trunk, np.random.Generator], tuple[int, ...]]
@@ -66,9 +67,9 @@ def fci(
     trunk: Trunk,
     rng: np.random.Generator,
     *,
-    points: int = 2,
-    top_fraction: float = 0.2,
-    min_gap_tokens: int = 0,
+    points: Count = 2,
+    top_fraction: Share = 0.2,
+    min_gap_tokens: Annotated[int, Ge(0)] = 0,
     mode: Literal["paper", "released"] = "paper",
 ) -> tuple[int, ...]:
     """Starts of the earliest `points` steps of high FCI, at least `min_gap_tokens` from the start and each other.
@@ -109,19 +110,19 @@ def _top_tokens(scores: Floats, points: int) -> tuple[int, ...]:
 
 
 @reads()
-def surprisal(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: int = 2) -> tuple[int, ...]:
+def surprisal(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: Count = 2) -> tuple[int, ...]:
     """The tokens of highest surprisal, -log p of the drawn token (TreeRL's rule)."""
     return _top_tokens(-trunk.rollout.logprobs, points)
 
 
 @reads("entropy")
-def entropy(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: int = 2) -> tuple[int, ...]:
+def entropy(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: Count = 2) -> tuple[int, ...]:
     """The tokens drawn at highest full entropy (TreeRL's variant; FR3E's anchors)."""
     return _top_tokens(trunk.scores.entropy, points)
 
 
 @reads()
-def random_steps(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: int = 2) -> tuple[int, ...]:
+def random_steps(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: Count = 2) -> tuple[int, ...]:
     """Starts of steps drawn at random without repetition (Tree-GRPO's random nodes; the ablation of FCI)."""
     allowed = candidates(trunk.steps)
     drawn = rng.permutation(len(allowed))[:points]
@@ -129,7 +130,7 @@ def random_steps(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, poin
 
 
 @reads()
-def uniform(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: int = 2) -> tuple[int, ...]:
+def uniform(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: Count = 2) -> tuple[int, ...]:
     """Evenly spaced token offsets.
 
     Of ten tokens and two points: offsets 3 and 7.
@@ -153,7 +154,7 @@ def _spread(cuts: Sequence[int], most: int | None) -> tuple[int, ...]:
 
 @reads()
 def every_step(
-    prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, max_points: int | None = None
+    prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, max_points: Count | None = None
 ) -> tuple[int, ...]:
     """The start of every step but the first, at most `max_points` of them, evenly spread (VinePPO)."""
     return _spread([step.start for step in trunk.steps[1:]], max_points)
@@ -161,7 +162,12 @@ def every_step(
 
 @reads()
 def fixed_segments(
-    prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, segment_tokens: int = 512, max_points: int | None = None
+    prompt: Prompt,
+    trunk: Trunk,
+    rng: np.random.Generator,
+    *,
+    segment_tokens: Count = 512,
+    max_points: Count | None = None,
 ) -> tuple[int, ...]:
     """Every `segment_tokens` tokens, at most `max_points` of these cuts, evenly spread (TreePO, SPO tree)."""
     return _spread(range(segment_tokens, len(trunk.rollout.ids), segment_tokens), max_points)
@@ -173,9 +179,9 @@ def low_probability(
     trunk: Trunk,
     rng: np.random.Generator,
     *,
-    below: float = 0.9,
-    per_segment: int = 5,
-    max_points: int | None = None,
+    below: Share = 0.9,
+    per_segment: Count = 5,
+    max_points: Count | None = None,
 ) -> tuple[int, ...]:
     """Cut points after every `per_segment` tokens drawn with probability under `below`, at most `max_points` of them,
     evenly spread (SPO chain).

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from attnrl.algo.parts import reads
-from attnrl.errors import ConfigError
+from attnrl.algo.parts import Share, reads
 from attnrl.types import Floats, Sample, Scores, as_floats
 
 Credit = Callable[[Sequence[Sample], Sequence[Scores]], list[Floats]]
@@ -31,7 +30,7 @@ def no_credit(samples: Sequence[Sample], scores: Sequence[Scores]) -> list[Float
 
 
 @reads("entropy")
-def top_entropy(samples: Sequence[Sample], scores: Sequence[Scores], *, fraction: float = 0.2) -> list[Floats]:
+def top_entropy(samples: Sequence[Sample], scores: Sequence[Scores], *, fraction: Share = 0.2) -> list[Floats]:
     """1 on the tokens at which the policy is least sure, 0 on all others.
 
     Of the n loss tokens of the batch, each counted in every sample that holds it, those whose entropy is at least the
@@ -39,8 +38,6 @@ def top_entropy(samples: Sequence[Sample], scores: Sequence[Scores], *, fraction
 
     Paper: arXiv 2506.01939, forking tokens. The mean of the loss still runs over all loss tokens, as there.
     """
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"algo.credit_options.fraction must be above 0 and at most 1, not {fraction}")
     masks = [np.ones(len(s.response), bool) if s.mask is None else s.mask for s in samples]
     entropies = [score.entropy for score in scores]
     found = np.concatenate([e[mask] for e, mask in zip(entropies, masks, strict=True)] or [as_floats([])])

@@ -11,9 +11,14 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from annotated_types import Ge, Gt, Le
 
 Part = TypeVar("Part", bound=Callable[..., Any])
+
+Count = Annotated[int, Ge(1)]  # ranges of options, read by `config.check_options`
+Share = Annotated[float, Gt(0), Le(1)]
 
 READABLE = frozenset({"logprobs", "entropy", "fci"})  # what a scoring forward gives
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Lt
 from numpy.typing import NDArray
 
 from attnrl.algo import branching
-from attnrl.algo.parts import reads
+from attnrl.algo.parts import Count, Share, reads
 from attnrl.errors import ConfigError
 from attnrl.types import Floats, Prompt, Step, Trunk, as_floats
 
@@ -58,7 +60,7 @@ def _best(scores: Values, steps: Sequence[Step], points: int) -> tuple[int, ...]
 
 
 @reads()
-def first_steps(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: int = 2) -> tuple[int, ...]:
+def first_steps(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: Count = 2) -> tuple[int, ...]:
     """Starts of the first steps that may be branch points, whatever their FCI."""
     allowed = branching.candidates(trunk.steps)[:points]
     return tuple(trunk.steps[k].start for k in allowed)
@@ -70,8 +72,8 @@ def position(
     trunk: Trunk,
     rng: np.random.Generator,
     *,
-    points: int = 2,
-    shares: Sequence[float] = (0.04, 0.10),
+    points: Count = 2,
+    shares: Sequence[Annotated[float, Ge(0), Lt(1)]] = (0.04, 0.10),
 ) -> tuple[int, ...]:
     """Starts of the steps nearest to these shares of the response, one step a share: where FCI branches on average,
     without looking. The default shares are those of FCI with a 135M model on real solutions.
@@ -90,7 +92,7 @@ def position(
 
 @reads("fci")
 def fci_residual(
-    prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: int = 2, delta: int = 4
+    prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: Count = 2, delta: Count = 4
 ) -> tuple[int, ...]:
     """Starts of the steps whose FCI is furthest above the line that fits it to its position null in this trunk."""
     null = position_null(len(prompt.ids), trunk.steps, delta)
@@ -104,10 +106,10 @@ def fci_mean(
     trunk: Trunk,
     rng: np.random.Generator,
     *,
-    points: int = 2,
-    top_fraction: float = 0.2,
-    min_gap_tokens: int = 0,
-    delta: int = 4,
+    points: Count = 2,
+    top_fraction: Share = 0.2,
+    min_gap_tokens: Annotated[int, Ge(0)] = 0,
+    delta: Count = 4,
 ) -> tuple[int, ...]:
     """As the paper's rule (Eq. 7), with the mean over the later steps in place of their sum (Eq. 5)."""
     later = np.maximum(len(trunk.steps) - delta - np.arange(len(trunk.steps)), 1)
@@ -116,14 +118,14 @@ def fci_mean(
 
 
 @reads("entropy")
-def step_entropy(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: int = 2) -> tuple[int, ...]:
+def step_entropy(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: Count = 2) -> tuple[int, ...]:
     """Starts of the steps whose tokens were drawn at the highest mean entropy."""
     means = np.array([np.mean(trunk.scores.entropy[s.start : s.stop], dtype=np.float64) for s in trunk.steps])
     return _best(means, trunk.steps, points)
 
 
 @reads()
-def oracle(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: int = 2) -> tuple[int, ...]:
+def oracle(prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: Count = 2) -> tuple[int, ...]:
     """Starts of the steps that the row's column `decisive` names by number, from 0, each as often as it takes to make
     `points` points: what a rule could reach that knew where responses are decided. A response that ends before them
     is not branched.

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from attnrl.algo.parts import Count
 from attnrl.types import Step
 
 Segmenter = Callable[[Sequence[str]], tuple[Step, ...]]
@@ -50,14 +51,12 @@ def sentences(texts: Sequence[str]) -> tuple[Step, ...]:
     return _cut(texts, "".join(texts), SENTENCE)
 
 
-def every_n_tokens(texts: Sequence[str], *, tokens: int = 512) -> tuple[Step, ...]:
+def every_n_tokens(texts: Sequence[str], *, tokens: Count = 512) -> tuple[Step, ...]:
     """Steps of `tokens` tokens each, the last one shorter (TreePO, SPO tree).
 
     >>> [(s.start, s.stop) for s in every_n_tokens(["a"] * 5, tokens=2)]
     [(0, 2), (2, 4), (4, 5)]
     """
-    if tokens < 1:
-        raise ValueError(f"tokens per step must be at least 1, got {tokens}")
     return _mark_thinking(range(tokens, len(texts), tokens), texts, "".join(texts))
 
 

@@ -11,8 +11,8 @@ from pydantic.errors import PydanticUserError
 
 
 def check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise ValueError where an option is not of the type that the function declares for it; what a function does not
-    declare, or declares in types of its own, is its own affair.
+    """Raise ValueError where an option is not of the type, or not within the range, that the function declares for it;
+    what a function does not declare, or declares in types of its own, is its own affair.
 
     >>> def part(forest, *, ddof: int = 1): ...
     >>> check_options(part, {"ddof": "one"})
@@ -20,7 +20,7 @@ def check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> N
     ValueError: option ddof = 'one': input should be a valid integer
     """
     try:
-        hints = get_type_hints(function)
+        hints = get_type_hints(function, include_extras=True)
     except (NameError, TypeError, AttributeError, SyntaxError):  # names for a type checker only, or no function at all
         hints = {}
     for name, value in options.items():

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
+from annotated_types import Gt, Lt
 from torch import Tensor
 
 LOG_LIMIT = 20.0  # exp(20) = 5e8: beyond it a log-ratio only overflows, and its token is clipped anyway
 
+Positive = Annotated[float, Gt(0)]
+Low = Annotated[float, Gt(0), Lt(1)]
 Loss = Callable[..., Any]
 SomeLoss = TypeVar("SomeLoss", bound=Loss)
 
@@ -63,9 +66,9 @@ def clip(
     advantages_N: Tensor,
     counts_S: Tensor,
     *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
+    clip_low: Low,
+    clip_high: Positive,
+    dual_clip: Annotated[float, Gt(1)] | None,
 ) -> TokenLoss:
     """The clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(new - old).
 
@@ -82,7 +85,7 @@ def clip(
     return TokenLoss(loss_N, {**found.marks, "dual_clip": down_N & (ratio_N > dual_clip)})
 
 
-def cispo(new_N: Tensor, old_N: Tensor, advantages_N: Tensor, counts_S: Tensor, *, cap: float = 5.0) -> TokenLoss:
+def cispo(new_N: Tensor, old_N: Tensor, advantages_N: Tensor, counts_S: Tensor, *, cap: Positive = 5.0) -> TokenLoss:
     """-stop(min(r, cap)) A log p: the clipped ratio is a weight, so that no token loses its gradient.
 
     Paper: CISPO (arXiv 2506.13585). Deviation: an upper bound only, on the ratio itself.
@@ -98,8 +101,8 @@ def gspo(
     advantages_N: Tensor,
     counts_S: Tensor,
     *,
-    low: float = 3e-4,
-    high: float = 4e-4,
+    low: Low = 3e-4,
+    high: Positive = 4e-4,
 ) -> TokenLoss:
     """The clipped surrogate of one ratio a sample, exp(mean log-ratio of its tokens), within 1 - low and 1 + high.
 
