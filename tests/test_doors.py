@@ -8,15 +8,18 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 
 import attnrl
+from attnrl.backend import Backend
 from attnrl.config import Config, load_config
 from attnrl.data.tasks import as_records
 from attnrl.errors import ConfigError, TrainingError
-from attnrl.launch.models import check_factory, open_engine
+from attnrl.launch.models import VERBS, check_factory, open_engine
+from fakes import FakeBackend
 
 MINE = '''
 import asyncio
@@ -325,7 +328,7 @@ def test_a_service_that_is_down_ends_the_run_with_the_cause(own):
 def test_an_engine_that_wants_the_run_directory_is_told_it(tmp_path):
     told: list[object] = []
 
-    class Nothing:
+    class Nothing(FakeBackend):
         def close(self):
             told.append("closed")
 
@@ -342,3 +345,43 @@ def test_an_engine_that_wants_the_run_directory_is_told_it(tmp_path):
     assert told == [tmp_path, "closed", "closed"]
     with pytest.raises(ConfigError, match="has no option 'run_dir'"):
         check_factory("mine:wants", wants, {"run_dir": "elsewhere"})
+
+
+@pytest.mark.parametrize(
+    ("missing", "verbs", "said"),
+    [
+        (("close",), VERBS, "close"),
+        (("save", "load"), VERBS, "save, load"),
+        (("metrics", "version"), VERBS, "metrics, version"),
+        (("generate", "update"), ("generate",), "generate"),
+        (("score", "close"), ("score", "metrics"), "score, close"),
+    ],
+)
+def test_an_engine_without_a_verb_that_is_needed_is_refused_before_work_starts(missing, verbs, said):
+    kept = {*VERBS, "version"} - {*missing}
+    closed = []
+    engine = SimpleNamespace(**dict.fromkeys(kept, lambda: closed.append(1)))
+    config = load_config("demo", {"engine.name": "mine:factory"})
+    refused = rf"engine\.name: 'mine:factory' made an engine \(SimpleNamespace\) without {said};"
+    with (
+        pytest.raises(ConfigError, match=refused),
+        open_engine(lambda *a, **k: engine, config, "model", None, verbs=verbs),
+    ):
+        raise AssertionError("work started")
+    assert closed == ([1] if "close" in kept else []), "what it holds is given back where it can be"
+
+
+def test_a_factory_that_returns_nothing_is_refused_and_what_is_not_asked_for_may_be_missing():
+    config = load_config("demo", {"engine.name": "mine:factory"})
+    with (
+        pytest.raises(ConfigError, match=r"made an engine \(NoneType\) without generate, score, update, .*, version;"),
+        open_engine(lambda *a, **k: None, config, "model", None),
+    ):
+        raise AssertionError("work started")
+    draws = SimpleNamespace(generate=print, close=lambda: None, version=0)
+    with open_engine(lambda *a, **k: draws, config, "model", None, verbs=("generate",)) as engine:
+        assert engine is draws
+
+
+def test_the_verbs_are_those_of_the_protocol():
+    assert {*VERBS} == {name for name in dir(Backend) if not name.startswith("_")}

@@ -12,7 +12,7 @@ import pytest
 from attnrl.config import load_config
 from attnrl.errors import TrainingError
 from attnrl.iteration import SCHEDULES, Parts, first_state, on_policy, one_step_off_policy
-from attnrl.types import Rollout, Verdict, as_floats, as_ids
+from attnrl.types import Rollout, Scores, Verdict, as_floats, as_ids
 from fakes import EOS, RIGHT, FakeBackend, decode, fake_parts, grade
 
 
@@ -177,7 +177,20 @@ def replaced(**changes: Any) -> Callable[[list[Any]], list[Any]]:
         ("generate", replaced(logprobs=lambda r: r.logprobs * np.nan), "log-probs for .*it needs a finite one"),
         ("generate", replaced(ids=lambda r: r.ids[:0]), "with 0 tokens, where 1 to 60 may be drawn"),
         ("score", lambda rows: rows[1:], "score of the engine Broken must return a list of 9"),
-        ("score", replaced(fci=lambda s: s.fci[1:]), r"scores \(9 of 9\) with .* the response has"),
+        ("generate", lambda rows: ["so", *rows[1:]], "must return attnrl.types.Rollout, not str"),
+        ("generate", replaced(logprobs=lambda r: ["low"] * len(r.ids)), "it needs a finite one for each"),
+        ("generate", replaced(logprobs=lambda r: None), "it needs a finite one for each"),
+        ("score", lambda rows: [None, *rows[1:]], "must return attnrl.types.Scores, not NoneType"),
+        ("score", replaced(fci=lambda s: s.fci[1:]), r"scores \(9 of 9\) with FCI of shape .* for each of \d+ steps"),
+        ("score", replaced(fci=lambda s: s.fci * np.nan), r"with FCI of shape .*, not all finite"),
+        ("score", replaced(fci=lambda s: None), r"with FCI of shape \(\),"),
+        ("score", replaced(logprobs=lambda s: s.logprobs * np.nan), "with log-probs of shape .*, not all finite"),
+        ("score", replaced(logprobs=lambda s: s.logprobs[1:]), r"with log-probs of .* for each of \d+ tokens"),
+        ("score", replaced(entropy=lambda s: s.entropy * np.inf), "with entropies of shape .*, not all finite"),
+        ("update", lambda metrics: None, "update of the engine Broken must return a dict of numbers .* not NoneType"),
+        ("update", lambda metrics: {"mine/word": "high"}, "a number for each name: 'mine/word' is 'high'"),
+        ("metrics", lambda metrics: [1.0], "metrics of the engine Broken must return a dict of numbers .*, not list"),
+        ("metrics", lambda metrics: {3: 1.0}, "a number for each name: 3 is '1.0'"),
     ],
 )
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
@@ -190,3 +203,46 @@ def test_an_engine_that_breaks_its_promise_is_said(verb: str, change: Any, said:
     parts = fake_parts(load_config("attnrl_1p5b", small), Broken())
     with pytest.raises(TrainingError, match=said):
         SCHEDULES[schedule](first_state(parts, 0), parts)
+
+
+@pytest.mark.parametrize("raised", [0, 2])
+def test_an_engine_whose_version_does_not_count_updates_is_said(raised: int) -> None:
+    class Broken(FakeBackend):
+        def update(self, samples: Any) -> dict[str, float]:
+            metrics = super().update(samples)
+            self.version += raised - 1
+            return metrics
+
+    parts = make_parts(backend=Broken())
+    with pytest.raises(TrainingError, match=f"Broken must raise its version by 1, from 0: it is {raised}"):
+        on_policy(first_state(parts, 0), parts)
+
+
+class Numpy(FakeBackend):
+    """Says its metrics in numpy's numbers and scores in lists, and leaves out what it was not asked for."""
+
+    def score(self, requests: Any, scoring: Any) -> list[Scores]:
+        found = super().score(requests, scoring)
+        return [Scores(s.logprobs.tolist(), s.entropy.tolist(), s.fci if scoring.fci else None) for s in found]  # type: ignore[arg-type]
+
+    def update(self, samples: Any) -> dict[str, float]:
+        return {name: np.float32(value) for name, value in super().update(samples).items()}  # type: ignore[misc]
+
+    def metrics(self) -> dict[str, float]:
+        return {"mine/calls": np.int64(3), "mine/share": np.array(0.5), "mine/none": np.float32("nan")}  # type: ignore[dict-item]
+
+
+def test_what_an_engine_says_in_other_types_is_the_same() -> None:
+    ours, theirs = (make_parts("treerl_1p5b", b, **{"algo.rule": "entropy"}) for b in (FakeBackend(), Numpy()))
+    assert ours.scoring is not None
+    assert not ours.scoring.fci
+    mine, other = (on_policy(first_state(p, 0), p) for p in (ours, theirs))
+    assert {type(value) for value in other.metrics.values()} == {float}
+    assert (other.metrics["mine/calls"], other.metrics["mine/share"]) == (3.0, 0.5)
+    assert np.isnan(other.metrics["mine/none"])
+    assert other.metrics["policy/loss"] == np.float32(mine.metrics["policy/loss"]) != 0
+    for a, b in zip(mine.forests, other.forests, strict=True):
+        for ours_, theirs_ in zip(a.trees, b.trees, strict=True):
+            np.testing.assert_array_equal(ours_.trunk.scores.entropy, theirs_.trunk.scores.entropy, strict=True)
+            assert np.isnan(theirs_.trunk.scores.fci).tolist() == [True] * len(theirs_.trunk.steps)
+            assert [x.point for x in ours_.branches] == [x.point for x in theirs_.branches]

@@ -441,7 +441,7 @@ def test_the_metrics_of_an_iteration_by_hand() -> None:
     assert first.metrics["policy/version"] == 1
     assert first.metrics["fake/calls"] == len(backend.calls) == 5
     outcome = step(parts, OFF, first.state)
-    assert outcome.metrics["iteration"] == 2
+    assert outcome.state.iteration == 2
     assert outcome.metrics["batch/prompts"] == len(waiting) == 4
     assert outcome.metrics["batch/size"] == 4.0
     assert outcome.metrics["batch/filtered_share"] == 0.25

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import pytest
 
 from attnrl.checkpoint import load_state, save_state
 from attnrl.config import RunConfig, load_config, presets
+from attnrl.console import console_line
 from attnrl.errors import ConfigError
-from attnrl.iteration import SCHEDULES, first_state, one_step_off_policy
+from attnrl.iteration import SCHEDULES, Outcome, Parts, first_state, one_step_off_policy
 from attnrl.run import open_run, read_metrics
 from attnrl.trainer import train
 from attnrl.types import (
@@ -262,3 +263,19 @@ def test_what_changes_no_result_may_change_on_resume(tmp_path: Path) -> None:
     run_fake(tmp_path, "attnrl_1p5b", 2)
     run_fake(tmp_path, "attnrl_1p5b", 4, resume=True, **{"update.microbatch_tokens": 2048, "verify.workers": 1})
     assert len(read_metrics(tmp_path)) == 4
+
+
+def test_a_schedule_need_not_number_its_iterations(tmp_path: Path) -> None:
+    config = load_config("treerl_1p5b", {"algo.prompts": 2, "sampling.max_response_tokens": 60, "run.iterations": 2})
+
+    def mine(state: State, parts: Parts) -> Outcome:
+        return replace(SCHEDULES["on_policy"](state, parts), metrics={"mine/share": np.float32(0.5)})  # type: ignore[dict-item]
+
+    seen: list[dict[str, float]] = []
+    run = open_run(tmp_path, config.model_dump(mode="json"), resume=False)
+    watching = [console_line(config), seen.append]
+    state = train(fake_parts(config), mine, run, config.run, observers=watching, say=lambda text: None)
+    tokens = [row.pop("generate/total_tokens") for row in seen]
+    assert seen == [{"mine/share": 0.5, "iteration": 1.0}, {"mine/share": 0.5, "iteration": 2.0}]
+    assert [row["iteration"] for row in read_metrics(tmp_path)] == [1.0, 2.0]
+    assert tokens[1] == state.generated_tokens

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from attnrl.errors import TrainingError
-from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
+from attnrl.types import (
+    Request,
+    Rollout,
+    Sample,
+    Sampling,
+    ScoreRequest,
+    Scores,
+    Scoring,
+    as_floats,
+    as_metrics,
+)
 
 
 class Sampler(Protocol):
@@ -58,13 +68,15 @@ def generate_by(backend: Sampler, requests: Sequence[Request], sampling: Samplin
     own would otherwise train on log-probs of other tokens, or of another policy.
     """
     rollouts = backend.generate(requests, sampling)
-    _counted(backend, "generate", rollouts, len(requests))
+    _counted(backend, "generate", rollouts, Rollout, len(requests))
     for number, (request, rollout) in enumerate(zip(requests, rollouts, strict=True), start=1):
         wrong = ""
         if not 1 <= len(rollout.ids) <= request.max_tokens:
             wrong = f"{len(rollout.ids)} tokens, where 1 to {request.max_tokens} may be drawn"
-        elif len(rollout.logprobs) != len(rollout.ids) or not np.all(np.isfinite(rollout.logprobs)):
-            wrong = f"{len(rollout.logprobs)} log-probs for {len(rollout.ids)} tokens; it needs a finite one for each"
+        elif not _finite(rollout.logprobs, len(rollout.ids)):
+            wrong = (
+                f"{np.size(rollout.logprobs)} log-probs for {len(rollout.ids)} tokens; it needs a finite one for each"
+            )
         elif rollout.finish not in ("stop", "length"):
             wrong = f"finish {rollout.finish!r}; known: stop, length"
         elif rollout.version != backend.version:
@@ -77,25 +89,67 @@ def generate_by(backend: Sampler, requests: Sequence[Request], sampling: Samplin
 
 
 def score_by(backend: Backend, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
-    """What an engine scores; TrainingError where a response's scores do not fit its tokens and steps."""
+    """What an engine scores; TrainingError where a response's scores are not finite numbers for its tokens and steps.
+    FCI that was not asked for may be left out; it is then no number.
+    """
     scores = backend.score(requests, scoring)
-    _counted(backend, "score", scores, len(requests))
+    _counted(backend, "score", scores, Scores, len(requests))
+    kept = []
     for number, (request, score) in enumerate(zip(requests, scores, strict=True), start=1):
-        wanted = (len(request.response), len(request.response), len(request.steps))
-        if (got := (len(score.logprobs), len(score.entropy), len(score.fci))) != wanted:
-            raise TrainingError(
-                f"the engine {_name(backend)} returned scores ({number} of {len(scores)}) with {got} log-probs, "
-                f"entropies and FCI; the response has {wanted[0]} tokens and {wanted[2]} steps"
-            )
-    return scores
+        tokens, steps = len(request.response), len(request.steps)
+        fci = score.fci if scoring.fci or np.shape(score.fci) == (steps,) else np.full(steps, np.nan)
+        asked = [("log-probs", score.logprobs, tokens, "tokens"), ("entropies", score.entropy, tokens, "tokens")]
+        for name, found, wanted, noun in [*asked, *([("FCI", fci, steps, "steps")] if scoring.fci else [])]:
+            if not _finite(found, wanted):
+                raise TrainingError(
+                    f"the engine {_name(backend)} returned scores ({number} of {len(scores)}) with {name} of shape "
+                    f"{np.shape(found)}, not all finite or not one for each of {wanted} {noun}"
+                )
+        kept.append(Scores(as_floats(score.logprobs), as_floats(score.entropy), as_floats(fci)))
+    return kept
 
 
-def _counted(backend: Sampler, verb: str, values: Sequence[object], wanted: int) -> None:
+def update_by(backend: Backend, samples: Sequence[Sample]) -> dict[str, float]:
+    """The metrics of an update; TrainingError where they are none, or where the version is not one higher after it."""
+    before = backend.version
+    metrics = _metrics(backend, "update", backend.update(samples))
+    if backend.version != before + 1:
+        raise TrainingError(
+            f"update of the engine {_name(backend)} must raise its version by 1, from {before}: it is {backend.version}"
+        )
+    return metrics
+
+
+def metrics_by(backend: Backend) -> dict[str, float]:
+    """What an engine did since it was last asked, in Python's own floats."""
+    return _metrics(backend, "metrics", backend.metrics())
+
+
+def _metrics(backend: Sampler, verb: str, found: Any) -> dict[str, float]:
+    try:
+        return as_metrics(found)
+    except TypeError as error:
+        raise TrainingError(f"{verb} of the engine {_name(backend)} must return {error}") from None
+
+
+def _counted(backend: Sampler, verb: str, values: Any, kind: type, wanted: int) -> None:
     if not isinstance(values, list | tuple) or len(values) != wanted:
         got = len(values) if isinstance(values, list | tuple) else type(values).__name__
         raise TrainingError(
             f"{verb} of the engine {_name(backend)} must return a list of {wanted}, one a request: {got}"
         )
+    if other := [type(value).__name__ for value in values if not isinstance(value, kind)]:
+        raise TrainingError(
+            f"{verb} of the engine {_name(backend)} must return attnrl.types.{kind.__name__}, not {other[0]}"
+        )
+
+
+def _finite(values: Any, wanted: int) -> bool:
+    """Whether they are finite numbers, as many as wanted."""
+    try:
+        return np.shape(values) == (wanted,) and bool(np.all(np.isfinite(values)))
+    except (TypeError, ValueError):  # no numbers at all
+        return False
 
 
 def _name(backend: Sampler) -> str:

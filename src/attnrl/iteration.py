@@ -26,7 +26,7 @@ from attnrl.algo.promises import broken, kept_by, samples_by, weights_by
 from attnrl.algo.reasons import Reasons, explain
 from attnrl.algo.samples import Drop, with_signal
 from attnrl.algo.statistics import forest_statistics, generation_statistics, group_statistics, sample_statistics
-from attnrl.backend import Backend, generate_by, score_by
+from attnrl.backend import Backend, generate_by, metrics_by, score_by, update_by
 from attnrl.types import (
     Attempt,
     Forest,
@@ -44,6 +44,7 @@ from attnrl.types import (
     Step,
     Trunk,
     Verdict,
+    as_metrics,
 )
 
 
@@ -202,13 +203,20 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def outcome_by(schedule: Schedule, state: State, parts: Parts) -> Outcome:
-    """What a schedule makes of a state: an outcome, one iteration on."""
+    """What a schedule makes of a state: an outcome, one iteration on, with a reason for every tree, and numbers."""
     outcome = schedule(state, parts)
     if not isinstance(outcome, Outcome) or outcome.state.iteration != state.iteration + 1:
         got = outcome.state.iteration if isinstance(outcome, Outcome) else type(outcome).__name__
         want = f"must return an attnrl.iteration.Outcome whose state has iteration {state.iteration + 1}"
         raise broken("schedule", schedule, f"{want}, not {got}")
-    return outcome
+    trees = [len(forest.trees) for forest in (*outcome.forests, *outcome.dropped)]
+    if [len(r.trees) for r in outcome.reasons or () if isinstance(r, Reasons)] != trees:
+        want = f"{len(trees)} attnrl.algo.reasons.Reasons, of the forests and then of the dropped, each with its trees'"
+        raise broken("schedule", schedule, f"must return as reasons {want}")
+    try:
+        return replace(outcome, metrics=as_metrics(outcome.metrics))
+    except TypeError as error:
+        raise broken("schedule", schedule, f"must return as metrics {error}") from None
 
 
 def first_state(parts: Parts, seed: int) -> State:
@@ -325,7 +333,7 @@ def update(forests: Sequence[Forest], parts: Parts, rng: np.random.Generator) ->
         samples = weigh(samples, weights_by(parts.credit, samples, score_by(parts.backend, asked, scoring)))
     metrics = sample_statistics(every, samples)
     if any(sample.has_signal for sample in samples):
-        metrics |= parts.backend.update(samples)
+        metrics |= update_by(parts.backend, samples)
     return samples, metrics
 
 
@@ -380,7 +388,6 @@ def describe(
 ) -> dict[str, float]:
     """The iteration's metrics, after the paper's figures, with those of rewards and engine."""
     return {
-        "iteration": float(state.iteration + 1),
         "batch/prompts": float(len(groups)),
         "batch/size": state.batch_size,
         "batch/filtered_share": 1.0 - len(forests) / max(len(groups), 1),
@@ -389,5 +396,5 @@ def describe(
         **forest_statistics(forests),
         **generation_statistics(rollouts),
         **parts.graded(),
-        **parts.backend.metrics(),
+        **metrics_by(parts.backend),
     }

@@ -53,7 +53,8 @@ def train(
             outcome = outcome_by(schedule, state, parts)
             state = outcome.state
             last = finished(state, limits)
-            metrics = {**outcome.metrics, "generate/total_tokens": float(state.generated_tokens)}
+            counts = {"iteration": float(state.iteration), "generate/total_tokens": float(state.generated_tokens)}
+            metrics = {**outcome.metrics, **counts}
             if evaluate is not None and (last or (evaluate_every and state.iteration % evaluate_every == 0)):
                 metrics |= evaluate(state.iteration)
             if limits.save_rollouts_every and state.iteration % limits.save_rollouts_every == 0:

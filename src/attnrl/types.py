@@ -33,6 +33,25 @@ def as_floats(values: Sequence[float] | NDArray[Any]) -> Floats:
     return np.asarray(values, dtype=np.float32)
 
 
+def as_metrics(values: Any) -> dict[str, float]:
+    """Metrics as Python's own floats, from numbers of any kind; TypeError for anything else.
+
+    >>> as_metrics({"policy/loss": np.float32(0.5), "mine/calls": 2})
+    {'policy/loss': 0.5, 'mine/calls': 2.0}
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError(f"a dict of numbers by their name `group/name`, not {type(values).__name__}")
+    found = {}
+    for name, value in values.items():
+        try:
+            if not isinstance(name, str) or isinstance(value, str | bytes):
+                raise TypeError
+            found[name] = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"a number for each name: {name!r} is {str(value)[:60]!r}") from None
+    return found
+
+
 def counted(number: int, noun: str) -> str:
     """A number and what it counts, as a message says them.
 

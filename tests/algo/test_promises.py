@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 
 from attnrl.algo.credit import no_credit
 from attnrl.algo.promises import steps_by
+from attnrl.algo.reasons import Reasons
 from attnrl.config import load_config
 from attnrl.errors import TrainingError
 from attnrl.iteration import SCHEDULES, Outcome, Parts, first_state, outcome_by
@@ -76,6 +78,17 @@ TREES = r"algo\.budget: the budget mine must return a number of trees, a whole o
         ("filter", lambda groups, memory: Kept((True,) * 3, {}, ("",) * 4), KEPT),
         (
             "filter",
+            lambda groups, memory: Kept(("no", True, True), {}, ("",) * 3),  # type: ignore[arg-type]
+            r"algo\.filter: the filter mine must return a Kept whose mask is True or False for each group, not 'no'",
+        ),
+        ("filter", lambda groups, memory: Kept((True,) * 3, None, ("",) * 3), "whose memory is a dict, not None"),  # type: ignore[arg-type]
+        (
+            "filter",
+            lambda groups, memory: Kept((True,) * 3, {}, ("", 1, "")),  # type: ignore[arg-type]
+            "whose reasons is text for each group, not 1",
+        ),
+        (
+            "filter",
             lambda groups, memory: Kept((True,) * 3, {"seen": {1}}, ("",) * 3),
             r"algo\.filter: the filter mine must remember what JSON can hold, for the checkpoint: .*set",
         ),
@@ -129,7 +142,10 @@ def test_what_keeps_its_promise_in_other_types_is_taken() -> None:
     def rule(prompt: Any, trunk: Any, rng: Any) -> Any:
         return np.array([1, 1, 2]) if len(trunk.rollout.ids) > 2 else []
 
-    parts = parts_with(rule=rule, budget=lambda accuracy, trees: np.int64(99))
+    def keep(groups: Any, memory: Any) -> Kept:
+        return Kept(tuple(np.ones(len(groups), bool)), {}, ("",) * len(groups))
+
+    parts = parts_with(rule=rule, filter=keep, budget=lambda accuracy, trees: np.int64(99))
     outcome = SCHEDULES["on_policy"](first_state(parts, 0), parts)
     branched = [[b.point for b in t.branches] for f in outcome.forests for t in f.trees]
     assert [1, 1, 1, 1, 2, 2] in branched
@@ -157,6 +173,21 @@ def test_a_segmenter_that_does_not_cut_the_whole_response_is_named(steps: Any, s
     assert steps_by(lambda texts: [Step(0, 1), Step(1, 4)], ["a", "b", "c", "d"]) == (Step(0, 1), Step(1, 4))
 
 
+def outcome_with(**changes: Any) -> Any:
+    def mine(state: State, parts: Parts) -> Outcome:
+        outcome = SCHEDULES["on_policy"](state, parts)
+        return replace(outcome, **{name: change(outcome) for name, change in changes.items()})
+
+    return mine
+
+
+def test_numbers_of_any_kind_are_metrics_of_a_schedule() -> None:
+    parts = parts_with()
+    mine = outcome_with(metrics=lambda o: {"mine/a": np.float32(0.5), "mine/b": 2, "mine/c": np.True_})
+    metrics = outcome_by(mine, first_state(parts, 0), parts).metrics
+    assert json.dumps(metrics) == '{"mine/a": 0.5, "mine/b": 2.0, "mine/c": 1.0}'
+
+
 def stands_still(state: State, parts: Parts) -> Outcome:
     return replace(SCHEDULES["on_policy"](state, parts), state=state)
 
@@ -170,6 +201,12 @@ def stands_still(state: State, parts: Parts) -> Outcome:
             stands_still,
             r"algo\.schedule: the schedule stands_still must .*Outcome whose state has iteration 1, not 0",
         ),
+        (outcome_with(reasons=lambda o: o.reasons[1:]), r"algo\.schedule: .* must return as reasons 3 attnrl"),
+        (outcome_with(reasons=lambda o: [Reasons("taught", ())] * 3), "of the dropped, each with its trees'"),
+        (outcome_with(reasons=lambda o: None), "must return as reasons 3 attnrl"),
+        (outcome_with(reasons=lambda o: ["why"] * 3), "must return as reasons 3 attnrl"),
+        (outcome_with(metrics=lambda o: None), "must return as metrics a dict of numbers by their name"),
+        (outcome_with(metrics=lambda o: {"mine/list": [1.0]}), r"a number for each name: 'mine/list' is '\[1.0\]'"),
     ],
 )
 def test_a_schedule_without_an_outcome_is_named(schedule: Any, said: str) -> None:

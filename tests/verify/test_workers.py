@@ -165,6 +165,7 @@ def test_memory_and_recursion_are_limits_and_a_full_heap_is_not_used_again(log: 
     assert ask(pool, "recurse").error == "limit"
     assert ask(pool, "echo").value["pid"] == before
     assert ask(pool, "memory").error == "memory"
+    assert pool.pids() == [], "it is gone before the next question can meet it"
     after = [ask(pool, "echo") for _ in range(3)]
     assert {reply.value["pid"] for reply in after} != {before}
     assert starts(log) == 2

@@ -51,6 +51,14 @@ def kept_by(filter: Filter, groups: Sequence[Group], memory: Mapping[str, Any]) 
     if not isinstance(kept, Kept) or not len(kept.mask) == len(kept.reasons) == len(groups):
         want = f"must return an attnrl.types.Kept with a mask and reasons of {len(groups)}, one entry a group"
         raise broken("filter", filter, want)
+    for name, values, kind in (
+        ("mask", kept.mask, bool | np.bool_),
+        ("reasons", kept.reasons, str),
+        ("memory", [kept.memory], dict),
+    ):
+        if other := [value for value in values if not isinstance(value, kind)]:
+            what = "a dict" if kind is dict else f"{'text' if kind is str else 'True or False'} for each group"
+            raise broken("filter", filter, f"must return a Kept whose {name} is {what}, not {_shown(other[0])}")
     try:
         json.dumps(kept.memory)
     except (TypeError, ValueError) as error:

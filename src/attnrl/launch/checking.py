@@ -16,7 +16,7 @@ import numpy as np
 
 from attnrl.algo.adaptive import most_points
 from attnrl.algo.promises import trees_by
-from attnrl.backend import generate_by, score_by
+from attnrl.backend import generate_by, score_by, update_by
 from attnrl.config import Config, load_config
 from attnrl.console import time_span
 from attnrl.errors import ConfigError
@@ -308,9 +308,9 @@ def update_nothing(drawn: Drawn, backend: Backend, found: Findings) -> tuple[flo
         Sample(p.ids, r.ids, as_floats([1.0 if i % 2 else -1.0] * len(r.ids)), r.logprobs, p.uid)
         for i, (p, r) in enumerate(zip(drawn.prompts, drawn.rollouts, strict=True))
     ]
-    backend.update(samples)
+    update_by(backend, samples)
     begin = time.perf_counter()
-    metrics = backend.update(samples)
+    metrics = update_by(backend, samples)
     updated = time.perf_counter()
     after = score_by(backend, drawn.requests, drawn.scoring)
     scored = time.perf_counter()

@@ -72,7 +72,7 @@ def evaluate(
     records = evaluation_records(config)
     tokenizer = load_tokenizer(path)
     prompts = evaluation_prompts(config, records, tokenizer)
-    with rewards, open_engine(engine, config, path, tokenizer, learn=False) as sampler:
+    with rewards, open_engine(engine, config, path, tokenizer, learn=False, verbs=("generate",)) as sampler:
         return measure(
             sampler,
             prompts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ENGINES = {"local": "attnrl.local.backend:build", "verl": "attnrl.verl_engine:build"}
 FACTORY_KEYS = ("model", "tokenizer", "learn")  # what every factory is called with, beside the config and its options
+VERBS = ("generate", "score", "update", "save", "load", "metrics", "close")  # of attnrl.backend.Backend
 OFFERED = ("run_dir",)  # what a factory is called with that has such a parameter
 
 
@@ -81,14 +82,22 @@ def open_engine(
     *,
     learn: bool = True,
     run_dir: Path | None = None,
+    verbs: Collection[str] = VERBS,
 ) -> Iterator[Backend]:
-    """The engine over a model, closed at the end."""
+    """The engine over a model, closed at the end; raises where it lacks one of the verbs that will be asked of it."""
     offered = {"run_dir": run_dir} if "run_dir" in inspect.signature(factory).parameters else {}
     backend = factory(config, model=model, tokenizer=tokenizer, learn=learn, **offered, **config.engine.options)
+    missing = [verb for verb in VERBS if verb in {*verbs, "close"} and not callable(getattr(backend, verb, None))]
     try:
+        if missing := [*missing, *([] if hasattr(backend, "version") else ["version"])]:
+            raise ConfigError(
+                f"engine.name: {config.engine.name!r} made an engine ({type(backend).__name__}) without "
+                f"{listed(missing)}; attnrl.backend.Backend says what they are"
+            )
         yield backend
     finally:
-        backend.close()
+        if "close" not in missing:
+            backend.close()
 
 
 def reward_keys(config: Config) -> set[str]:

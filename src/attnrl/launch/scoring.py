@@ -13,7 +13,7 @@ import numpy as np
 from attnrl.algo.parts import read_by
 from attnrl.algo.promises import points_by
 from attnrl.algo.reasons import step_reasons
-from attnrl.backend import score_by
+from attnrl.backend import metrics_by, score_by
 from attnrl.config import Config, check_taken, check_used, load_config
 from attnrl.errors import ConfigError, DataError
 from attnrl.launch.data import wording
@@ -79,10 +79,10 @@ def score(
         where = str(row.get("where") or f"response {number}")
         prompt, response = encode(where, row, tokenizer, config, chat=chat, vocabulary=vocabulary)
         requests.append(ScoreRequest(prompt, response, segment(response)))
-    with open_engine(engine, config, path, tokenizer, learn=False) as backend:
+    with open_engine(engine, config, path, tokenizer, learn=False, verbs=("score", "metrics")) as backend:
         found = score_by(backend, requests, scoring)
         if metrics is not None:
-            metrics.update(backend.metrics())
+            metrics.update(metrics_by(backend))
 
     def decode(ids: Ids) -> str:
         text: str = tokenizer.decode(ids.tolist())
