@@ -279,3 +279,13 @@ def test_a_schedule_need_not_number_its_iterations(tmp_path: Path) -> None:
     assert seen == [{"mine/share": 0.5, "iteration": 1.0}, {"mine/share": 0.5, "iteration": 2.0}]
     assert [row["iteration"] for row in read_metrics(tmp_path)] == [1.0, 2.0]
     assert tokens[1] == state.generated_tokens
+
+
+def test_settings_of_a_cluster_may_not_change_on_resume(tmp_path: Path) -> None:
+    """They come after our own, those of the optimizer among them; how many machines there are changes no result."""
+    run_fake(tmp_path, "attnrl_1p5b", 1)
+    other = ["actor_rollout_ref.actor.optim.weight_decay=0.5"]
+    with pytest.raises(ConfigError, match=r"engine\.verl\.overrides: was \[\], is now \['actor_rollout"):
+        run_fake(tmp_path, "attnrl_1p5b", 2, resume=True, **{"engine.verl.overrides": other})
+    run_fake(tmp_path, "attnrl_1p5b", 2, resume=True, **{"engine.verl.nodes": 2})
+    assert len(read_metrics(tmp_path)) == 2

@@ -40,7 +40,7 @@ def config_of(model: Path) -> Config:
         "model.path": str(model),
         "engine.name": "verl",
         "engine.verl.gpus_per_node": RANKS,
-        "engine.verl.overrides": tiny.overrides(RANKS),
+        "engine.verl.overrides": tiny.overrides(),
         "engine.verl.phase_limit_s": 900,  # the start, where other programs have the cores
         "data.max_prompt_tokens": 400,
         "sampling.max_response_tokens": 64,

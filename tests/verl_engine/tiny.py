@@ -25,8 +25,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
 
 
-def overrides(ranks: int) -> list[str]:
-    """What a machine without an accelerator needs beside what the engine sets."""
+def overrides() -> list[str]:
+    """What a machine without an accelerator needs beside what the engine sets; the same at any number of ranks, because
+    it may not change on resume.
+    """
     rollout = {
         "enforce_eager": True,
         "free_cache_engine": False,
@@ -39,7 +41,7 @@ def overrides(ranks: int) -> list[str]:
     }
     found = [
         "trainer.device=cpu",
-        f"+ray_kwargs.ray_init.num_gpus={ranks}",
+        "+ray_kwargs.ray_init.num_gpus=2",
         "ray_kwargs.ray_init.num_cpus=16",
         "+ray_kwargs.ray_init.include_dashboard=False",
         "actor_rollout_ref.model.external_lib=verl_cpu_engine",
@@ -95,7 +97,7 @@ def write_preset(folder: Path, base: str, ranks: int, *, keys: str = "", algo: s
     """A TOML file that runs a preset of attnrl at this size: the tiny model in `folder`/model, four prompts."""
     problems = [f'{{"problem": "add {i} and {i * 7 % 13}", "answer": "{i + i * 7 % 13}"}}' for i in range(40)]
     (folder / "problems.jsonl").write_text("\n".join(problems) + "\n")
-    lines = ",\n  ".join(f'"{entry}"' for entry in overrides(ranks))
+    lines = ",\n  ".join(f'"{entry}"' for entry in overrides())
     path = folder / f"{base}_{ranks}.toml"
     path.write_text(
         f"""base = "{base}"

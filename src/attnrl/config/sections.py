@@ -75,7 +75,7 @@ class VerlConfig(Section):
     """Machines."""
     gpus_per_node: int = Field(8, ge=1, json_schema_extra=MAY_CHANGE)
     """GPUs, and ranks, of each."""
-    overrides: Names = Field((), json_schema_extra=MAY_CHANGE)
+    overrides: Names = ()
     """Further settings of verl, as `key=value`."""
     phase_limit_s: float = Field(3600.0, gt=0, json_schema_extra=MAY_CHANGE)
     """Longest time of one start, generation, sync, scoring, update or checkpoint, seconds; then stack traces, and the
