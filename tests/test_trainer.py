@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from attnrl.checkpoint import load_state, save_state
 from attnrl.config import RunConfig, load_config, presets
 from attnrl.console import console_line
 from attnrl.errors import ConfigError
-from attnrl.iteration import SCHEDULES, Outcome, Parts, first_state, one_step_off_policy
+from attnrl.iteration import SCHEDULES, Outcome, Parts, first_state, one_step_off_policy, outcome_by
 from attnrl.run import open_run, read_metrics
 from attnrl.trainer import train
 from attnrl.types import (
@@ -289,3 +291,24 @@ def test_settings_of_a_cluster_may_not_change_on_resume(tmp_path: Path) -> None:
         run_fake(tmp_path, "attnrl_1p5b", 2, resume=True, **{"engine.verl.overrides": other})
     run_fake(tmp_path, "attnrl_1p5b", 2, resume=True, **{"engine.verl.nodes": 2})
     assert len(read_metrics(tmp_path)) == 2
+
+
+def test_the_console_does_not_blame_a_rule_that_declares_no_points() -> None:
+    def shown(name: str, declared: int | None) -> str:
+        def mine(prompt: Any, trunk: Any, rng: Any) -> tuple[int, ...]:
+            return ()
+
+        if declared is not None:
+            mine.most_points = declared  # type: ignore[attr-defined]
+        config = load_config("grpo_1p5b", {"algo.prompts": 2, "run.iterations": 1, "algo.rule": name})
+        parts = fake_parts(config, FakeBackend(skill=-9.0))  # always wrong
+        parts = replace(parts, rule=mine) if name == "fci" else parts
+        out = io.StringIO()
+        outcome = outcome_by(SCHEDULES["on_policy"], first_state(parts, 0), parts)
+        console_line(config, Console(file=out, width=400))({**outcome.metrics, "iteration": 1.0})
+        return out.getvalue()
+
+    for name, declared, blamed in (("none", None, False), ("fci", 0, False), ("fci", 3, True), ("fci", None, True)):
+        said = shown(name, declared)
+        assert "nothing trained in 1 of 1 iterations" in said
+        assert ("no trunk branched" in said) is blamed, (name, declared)

@@ -39,7 +39,7 @@ def console_line(config: Config, console: Console | None = None) -> Callable[[di
                     seen,
                     max_response_tokens=config.sampling.max_response_tokens,
                     delta=config.algo.delta,
-                    branching=config.algo.rule != "none",
+                    branching=metrics.get("trees/most_points") != 0,
                 )
                 if said:
                     out.print(said, style="bold red", highlight=False, soft_wrap=True)

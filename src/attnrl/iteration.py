@@ -387,11 +387,13 @@ def describe(
     parts: Parts,
 ) -> dict[str, float]:
     """The iteration's metrics, after the paper's figures, with those of rewards and engine."""
+    most = most_points(parts.rule)
     return {
         "batch/prompts": float(len(groups)),
         "batch/size": state.batch_size,
         "batch/filtered_share": 1.0 - len(forests) / max(len(groups), 1),
         "policy/version": float(parts.backend.version),
+        **({} if most is None else {"trees/most_points": float(most)}),
         **group_statistics(groups),
         **forest_statistics(forests),
         **generation_statistics(rollouts),

@@ -26,6 +26,28 @@ def test_reads_what_training_wrote(tmp_path: Path) -> None:
     assert record.forest_files == ()
 
 
+@pytest.mark.parametrize(
+    ("rule", "most", "branches"),
+    [
+        ("none", None, False),  # nothing on record yet
+        ("fci", None, True),
+        ("oracle", None, True),
+        ("mine:rule", None, True),
+        ("mine:rule", 0, False),
+        ("mine:rule", 2, True),
+        ("none", 0, False),
+        ("fci", 2, True),
+    ],
+)
+def test_whether_a_run_branches_is_what_its_rule_declares(
+    tmp_path: Path, rule: str, most: int | None, branches: bool
+) -> None:
+    open_run(tmp_path, {"algo": {"rule": rule}}, resume=False)
+    row = {"iteration": 1} | ({} if most is None else {"trees/most_points": float(most)})
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 0}\n' + json.dumps(row) + "\n")
+    assert read_run(tmp_path).branches is branches
+
+
 def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(b'{"iteration": 1}\n{"iteration": 2, "policy/lo\xc3')

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attnrl.algo.adaptive import most_points
+from attnrl.algo.rules import RULES
 from attnrl.errors import DataError, MissingFileError
 
 
@@ -32,8 +34,12 @@ class RunRecord:
 
     @property
     def branches(self) -> bool:
-        """Whether the run's method makes branches at all: GRPO does not."""
-        return bool(self.setting("algo.rule") != "none")
+        """Whether the run's method makes branches at all: what its rule declares, as recorded, or as a rule of ours
+        declares it where nothing is on record.
+        """
+        declared = [row["trees/most_points"] for row in self.metrics if "trees/most_points" in row]
+        rule = RULES.get(str(self.setting("algo.rule")))
+        return (declared[-1] if declared else rule and most_points(rule)) != 0
 
     @property
     def preset(self) -> str | None:
