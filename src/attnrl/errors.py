@@ -28,7 +28,7 @@ class TrainingError(AttnRLError, RuntimeError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the work in good order; the message says what goes on from there."""
+    """A signal ended the work: in good order, where a message says what goes on from there, or at once, without one."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)

@@ -98,8 +98,8 @@ class Stop:
 
 @contextmanager
 def stop_on_signals(say: Callable[[str], None]) -> Iterator[Stop]:
-    """While open, the first SIGINT or SIGTERM is noted and the second raises KeyboardInterrupt; only in the main
-    thread, where signals arrive.
+    """While open, the first SIGINT or SIGTERM is noted and the second raises Interrupted without a message; only in
+    the main thread, where signals arrive.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -108,7 +108,7 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[Stop]:
 
     def note(number: int, frame: FrameType | None) -> None:
         if stop.number:
-            raise KeyboardInterrupt
+            raise Interrupted("", number)
         stop.number = number
         say("stopping after this iteration, with a checkpoint; once more stops at once, the last checkpoint stays")
 

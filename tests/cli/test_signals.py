@@ -154,8 +154,12 @@ def test_a_run_stopped_by_a_signal_keeps_its_iteration_and_goes_on_by_itself(
     assert "run.iterations" in changed.output
 
 
+SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+
+
+@SIGNALS
 def test_a_second_signal_ends_a_run_at_once_and_a_model_of_a_run_starts_another(
-    start: Callable[..., Command], tmp_path: Path
+    start: Callable[..., Command], tmp_path: Path, number: Any, code: int
 ) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     assert start("train", "demo", "--run-dir", str(run), *TINY.split(), "--run.iterations", "1").end() == 0
@@ -165,17 +169,14 @@ def test_a_second_signal_ends_a_run_at_once_and_a_model_of_a_run_starts_another(
     command.wait_for(lambda: recorded(other))
     config = json.loads((other / "config.json").read_text())
     assert config["model"]["path"] == str(run / "checkpoints/000001/model")
-    command.send(signal.SIGINT)
+    command.send(number)
     command.wait_for(lambda: "stopping after this iteration" in command.output)
-    command.send(signal.SIGINT)
-    assert command.end() == 130, command.output
+    command.send(number)
+    assert command.end() == code, command.output
     command.check_nothing_is_left()
     assert checkpoints(other) == [], "the iteration was abandoned, not finished"
     assert "stopped after iteration" not in command.output
     assert "stopped; the same command with --resume goes on" in command.output
-
-
-SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 
 
 @SIGNALS

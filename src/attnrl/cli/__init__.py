@@ -90,12 +90,10 @@ def run(argv: list[str]) -> int:
     except (OSError, UnicodeError) as error:  # a file or folder that cannot be read or written: the system says which
         print(f"attnrl {argv[0]}: {error}", file=sys.stderr)
         return 2
-    except Interrupted as stop:
-        print(f"attnrl {argv[0]}: {stop}", file=sys.stderr)
-        return 128 + stop.number
-    except KeyboardInterrupt:
-        print(f"stopped{GO_ON.get(argv[0], '')}", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        said = f"attnrl {argv[0]}: {stop}" if str(stop) else f"stopped{GO_ON.get(argv[0], '')}"
+        print(said, file=sys.stderr)
+        return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
 
 
 @contextmanager
@@ -106,7 +104,7 @@ def ended_by_sigterm() -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Interrupted("stopped", number)
+        raise Interrupted("", number)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
