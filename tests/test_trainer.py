@@ -166,27 +166,40 @@ def test_the_best_iteration_by_a_metric_is_kept_and_survives_worse_ones(tmp_path
     assert load_state(tmp_path / "best").iteration == 5
 
 
-@pytest.mark.parametrize("kept_by", ["eval/x/pas@1", "value/spread_"])
-def test_a_metric_that_never_comes_is_said(tmp_path: Path, kept_by: str) -> None:
+@pytest.mark.parametrize("kept_by", ["eval/x/pas@1", "trunks/accurcy"])
+def test_a_metric_that_never_comes_is_said_at_once(tmp_path: Path, kept_by: str) -> None:
+    """At the end once more; and when a run goes on, at the first evaluation."""
     config, said = load_config("treerl_1p5b", {"algo.prompts": 3, "sampling.max_response_tokens": 60}), list[str]()
 
-    def go() -> None:
+    def go(iterations: int = 3, *, resume: bool = False, kept_by: str | None = kept_by) -> None:
         train(
             fake_parts(config),
             SCHEDULES["on_policy"],
-            open_run(tmp_path, config.model_dump(mode="json"), resume=False),
-            RunConfig(iterations=2, keep_best=kept_by),
+            open_run(tmp_path, config.model_dump(mode="json"), resume=resume),
+            RunConfig(iterations=iterations, keep_best=kept_by),
             evaluate=lambda iteration: {"eval/x/pass@1": 0.5},
+            evaluate_every=5,
+            observers=[lambda metrics: said.append(f"{metrics['iteration']:.0f}")],
             say=said.append,
         )
+
+    def line(iteration: int, meant: str) -> str:
+        return f"run.keep_best: iteration {iteration} has no metric {kept_by!r}; did you mean {meant!r}?; not kept"
 
     if kept_by.startswith("eval/"):
         with pytest.raises(ConfigError, match=r"run\.keep_best: .*'eval/x/pas@1'; did you mean 'eval/x/pass@1'"):
             go()
         assert not (tmp_path / "forests/000001.parquet").exists(), "before anything is trained"
+        (tmp_path / "metrics.jsonl").unlink()
+        go(kept_by=None)
+        said.clear()
+        go(7, resume=True)
+        best = "eval/x/pass@1"
+        assert said == ["4", "5", line(5, best), "6", "7", line(7, best)]
     else:
         go()
-        assert [line for line in said if "run.keep_best: no iteration had a metric 'value/spread_'" in line]
+        best = "trunks/accuracy"
+        assert said == ["0", "1", line(1, best), "2", "3", line(3, best)]
 
 
 def test_a_kill_while_the_best_is_replaced_costs_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ def train(
         for observer in observers:
             observer(metrics)
 
+    unsaid = True  # that an iteration lacks the metric to choose the best by
     state = run.resume(parts.backend) or first_state(parts, limits.seed)
     with stop_on_signals(say) as stop:
         if state.iteration == 0 and evaluate is not None:
@@ -63,9 +64,9 @@ def train(
             record(metrics)
             if limits.keep_best is not None and limits.keep_best in metrics:
                 run.keep_best(state, parts.backend, limits.keep_best, metrics[limits.keep_best])
-            elif limits.keep_best is not None and last and not (run.path / "best").exists():
-                hint = near(limits.keep_best, metrics)
-                say(f"run.keep_best: no iteration had a metric {limits.keep_best!r}{hint}; nothing was kept")
+            elif is_due(limits.keep_best, metrics) and (unsaid or (last and not (run.path / "best").exists())):
+                unsaid, hint = False, near(str(limits.keep_best), metrics)
+                say(f"run.keep_best: iteration {state.iteration} has no metric {limits.keep_best!r}{hint}; not kept")
             if last or stop.number or state.iteration % limits.checkpoint_every == 0:
                 run.checkpoint(state, parts.backend, limits.keep_checkpoints)
     if stop.number and not finished(state, limits):
@@ -87,6 +88,15 @@ def check_best(metric: str | None, first: dict[str, float]) -> None:
     if metric is not None and metric.startswith("eval/") and metric not in first:
         hint = near(metric, first)
         raise ConfigError(f"run.keep_best: evaluation gives no {metric!r}{hint}; it gives: {listed(first)}")
+
+
+def is_due(metric: str | None, metrics: dict[str, float]) -> bool:
+    """Whether an iteration with these metrics should have the one to choose the best by.
+
+    >>> is_due("trunks/accurcy", {"trunks/accuracy": 0.5}), is_due("eval/x/pass@1", {"trunks/accuracy": 0.5})
+    (True, False)
+    """
+    return metric is not None and (not metric.startswith("eval/") or any(name.startswith("eval/") for name in metrics))
 
 
 @dataclass(slots=True)
