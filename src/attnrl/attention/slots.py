@@ -124,6 +124,7 @@ class DecodeAttention:
 def row_blocks(lengths_R: Ints, capacity: int) -> Blocks:
     """Blocks of `ROW_BLOCK` rows with spans just over their longest length; neighbours with the same span are joined.
 
+    >>> import numpy as np
     >>> row_blocks(np.array([40] * 16 + [9] * 33), 128)
     ((0, 16, 48), (16, 49, 16))
     """
