@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from importlib import resources
 from pathlib import Path
@@ -26,6 +25,7 @@ from attnrl.local.examples import batches, make_batch, make_examples
 from attnrl.local.pairs import PairFile
 from attnrl.local.shape import Shape
 from attnrl.local.warmup import Warmup, WarmupOptions, prepare_warmup
+from processes import session, wait_until
 
 SPEC = TaskConfig(operations=(1, 2), modulus=5, distractors=(0, 0), sides=(0, 0), checks=(0, 0), givens=0)
 DEMO = Path(str(resources.files("attnrl"))) / "assets" / "demo_model"
@@ -247,23 +247,3 @@ def test_no_process_is_left_behind(tmp_path: Path, number: signal.Signals) -> No
     finally:
         for pid in session(command.pid):
             os.kill(pid, signal.SIGKILL)
-
-
-def wait_until(reached, seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached() and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def session(leader: int) -> list[int]:
-    """The processes of a session that are alive."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, _, _, number = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-            except (OSError, ValueError):
-                continue  # it ended meanwhile
-            if int(number) == leader and state not in "ZX":
-                found.append(int(entry.name))
-    return found

@@ -20,6 +20,7 @@ from attnrl.errors import ConfigError, DataError, TrainingError
 from attnrl.reward import Rewards, build_rewards
 from attnrl.reward.runners import PIECE, InWorkers
 from attnrl.types import Attempt, Verdict
+from processes import alive, wait_until
 
 OWN = '''
 import asyncio, os, signal, sys, time
@@ -154,7 +155,9 @@ def unheard(attempts):
 
 def starts_another(attempts):
     import subprocess
-    subprocess.run(["sleep", "614"])
+    child = subprocess.Popen(["sleep", "614"])
+    Path(__file__).with_suffix(".child").write_text(str(child.pid))
+    child.wait()
 
 
 @declare(here=True)
@@ -431,15 +434,12 @@ def test_what_is_no_list_of_finite_rewards_is_an_error_with_its_cause(own_file: 
     assert [cause in str(v.error) for v in verdicts] == [True, True]
 
 
-def test_what_a_function_started_ends_with_its_worker(own_file: str) -> None:
-    def running() -> list[str]:
-        lines = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
-        return [line.decode() for line in lines if line == b"sleep\x00614\x00"]
-
-    with built(own_file, "starts_another", timeout_s=0.5, max_error_share=1.0) as rewards:
+def test_what_a_function_started_ends_with_its_worker(own_file: str, tmp_path: Path) -> None:
+    with built(own_file, "starts_another", timeout_s=5.0, max_error_share=1.0) as rewards:
         (verdict,) = rewards.grade(attempts("a"))
         assert verdict.rule == "timeout"
-        assert not running()
+        child = int((tmp_path / f"{own_file}.child").read_text())
+        assert wait_until(lambda: not alive(child))
 
 
 def test_a_call_that_hangs_in_a_thread_does_not_hold_up_the_end_of_the_program(own_file: str, tmp_path: Path) -> None:

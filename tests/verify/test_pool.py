@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ import pytest
 from attnrl.errors import ConfigError, DataError
 from attnrl.types import Verdict
 from attnrl.verify import Verifier
+from processes import alive, wait_until
 
 SYMBOLIC = (r"\boxed{\int_0^1 x dx}", "0.5")  # needs a worker
 ENDLESS = (r"\boxed{\lim_{x \to 0} 99999999!}", "5")  # keeps a worker until it is killed
@@ -169,19 +171,11 @@ def test_a_busy_worker_does_not_outlive_a_killed_parent() -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    for _ in range(JOIN * 10):
-        if not Path(f"/proc/{worker}").exists() or _state(worker) == "Z":
-            return
-        time.sleep(0.1)
-    os.kill(worker, signal.SIGKILL)
-    pytest.fail("the worker outlived its parent")
-
-
-def _state(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "Z"
+        assert wait_until(lambda: not alive(worker)), "the worker outlived its parent"
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
 
 
 def test_workers_do_not_load_torch(verifier: Verifier, expected: list[Verdict]) -> None:
