@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from attnrl.errors import ConfigError, MissingFileError
 from attnrl.run import Run, open_run
 from attnrl.types import Branch, Forest, Prompt, Rollout, Tree, Trunk, Verdict, as_floats, as_ids
 from browser import BINARY, MISSING, Browser
+from processes import wait_until
 
 ATTACK = "<script>window.attacked = 1</script><img src=x onerror='window.attacked = 2'>"
 needs_browser = pytest.mark.skipif(BINARY is None, reason=MISSING)
@@ -346,9 +346,7 @@ class TestTheServer:
         run = make_run(tmp_path / "run", iterations=4)
         (run / "forests" / "000002.parquet").write_bytes(b"PAR1 torn")
         view = served(run)
-        until = time.monotonic() + 30
-        while len(view.watches[0].chunks) < 3 and time.monotonic() < until:
-            time.sleep(0.02)
+        assert wait_until(lambda: len(view.watches[0].chunks) >= 3)
         chunks = json.loads(self.ask(view, "/api/changes?have=0&stamps=")[1])["runs"][0]["chunks"]
         found = {chunk["iteration"]: (len(chunk["rows"]), chunk["error"]) for chunk in chunks}
         assert (found[1], found[4]) == ((6, None), (6, None))

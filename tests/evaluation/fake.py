@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import time
@@ -37,14 +38,16 @@ class FakeBackend:
 
     version = 0
 
-    def __init__(self, skill: float = 0.6, pause: float = 0.0) -> None:
+    def __init__(self, skill: float = 0.6, calls: float = math.inf) -> None:
         self.answers = {t.problem: t.answer for seed in (0, 1) for t in make_tasks(SPEC, "test", 30, seed)}
         self.skill = skill
-        self.pause = pause
+        self.calls = calls  # after so many it hangs
         self.requests = 0
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        time.sleep(self.pause)
+        self.calls -= 1
+        if self.calls < 0:
+            time.sleep(600)
         self.requests += len(requests)
         return [self._one(request) for request in requests]
 
@@ -86,4 +89,4 @@ def run(out_dir: Path | None, backend: FakeBackend, **changes: object) -> Report
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), FakeBackend(pause=0.05))
+    run(Path(sys.argv[1]), FakeBackend(calls=int(sys.argv[2])))

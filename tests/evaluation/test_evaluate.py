@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from attnrl.evaluation.log import open_log
 from attnrl.evaluation.results import table_rows
 from attnrl.evaluation.sampling import all_jobs, request_seed
 from attnrl.types import Prompt, Rollout, Sampling, Verdict, as_floats, as_ids
+from processes import wait_until
 
 HERE = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("evaluation_fake", HERE / "fake.py")
@@ -89,12 +89,11 @@ def test_chunks_and_files_do_not_change_the_result(whole, tmp_path) -> None:
 @pytest.mark.parametrize("chunks", [1, 5])
 def test_kill_and_resume_equals_uninterrupted(whole, tmp_path, chunks) -> None:
     directory, report = whole
-    process = subprocess.Popen([sys.executable, str(HERE / "fake.py"), str(tmp_path)], start_new_session=True)
+    argv = [sys.executable, str(HERE / "fake.py"), str(tmp_path), str(chunks + 2)]
+    process = subprocess.Popen(argv, start_new_session=True)
     log = tmp_path / "responses.jsonl"
     try:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and (not log.exists() or log.read_bytes().count(b"\n") < 8 * chunks):
-            time.sleep(0.01)
+        wait_until(lambda: log.exists() and log.read_bytes().count(b"\n") >= 8 * chunks)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
