@@ -99,6 +99,7 @@ def test_every_question_is_answered_in_its_own_future(log: Path) -> None:
     replies = [pool.submit(["echo", n, "\ud800é" * n]) for n in range(30)]
     assert [reply.result(JOIN).value["values"] for reply in replies] == [[n, "\ud800é" * n] for n in range(30)]
     assert len({reply.result().value["pid"] for reply in replies}) <= 3
+    assert {(reply.result().error, reply.result().message) for reply in replies} == {(None, "")}
     pool.close()
     assert pool.pids() == []
 
