@@ -37,18 +37,22 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
 EQUIVALENT = Path(__file__).with_name("mutations_equivalent.toml")
 
+LOOP = [
+    "tests/test_schedules.py",
+    "tests/test_iteration.py",
+    "tests/test_overlap.py",
+    "tests/test_updates.py",
+    "tests/algo/test_promises.py",
+]
 TESTS: dict[str, list[str]] = {  # cheapest first
     "algo/samples.py": ["tests/algo/test_samples.py"],
     "algo/forest.py": ["tests/algo/test_forest.py"],
     "algo/statistics.py": ["tests/algo/test_statistics.py"],
     "algo/branching.py": ["tests/algo/test_branching.py", "tests/algo/test_parts.py"],
     "algo/adaptive.py": ["tests/algo/test_adaptive.py"],
-    "iteration.py": [
-        "tests/test_schedules.py",
-        "tests/test_iteration.py",
-        "tests/test_updates.py",
-        "tests/algo/test_promises.py",
-    ],
+    "backend.py": ["tests/test_iteration.py", "tests/test_overlap.py"],
+    "iteration.py": LOOP,
+    "schedules.py": LOOP,
     "verify/pool.py": ["tests/verify/test_workers.py"],
     "policy/losses.py": ["tests/policy/test_losses.py"],
     "policy/objective.py": ["tests/policy/test_losses.py"],

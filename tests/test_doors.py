@@ -28,7 +28,7 @@ import sys
 from collections import Counter
 
 import attnrl.local.backend
-from attnrl.iteration import on_policy
+from attnrl.schedules import on_policy
 from attnrl.types import Kept, Verdict
 
 ENGINES, RUNNING, SEEN = [], Counter(), []

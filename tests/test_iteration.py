@@ -1,4 +1,4 @@
-"""The two schedules over a fake backend: who is asked for what, and what comes of it."""
+"""The schedules over a fake backend: who is asked for what, and what comes of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from attnrl.config import load_config
 from attnrl.errors import TrainingError
-from attnrl.iteration import SCHEDULES, Parts, first_state, on_policy, one_step_off_policy
+from attnrl.iteration import Parts, first_state
+from attnrl.schedules import SCHEDULES, on_policy, one_step_off_policy
 from attnrl.types import Rollout, Scores, Verdict, as_floats, as_ids
 from fakes import EOS, RIGHT, FakeBackend, decode, fake_parts, grade
 

@@ -82,13 +82,13 @@ def test_engines_page(here):
 
 
 def test_the_table_of_verbs_is_the_protocol():
-    from attnrl.backend import Backend
+    from attnrl.backend import Overlapping
 
     page = (ROOT / "docs/engines.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*?`) \|", page, flags=re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert named == {name for name in dir(Backend) if not name.startswith("_")} - {"version"}
-    assert len(named) == 7
+    assert named == {name for name in dir(Overlapping) if not name.startswith("_")} - {"version"}
+    assert len(named) == 8
 
 
 def test_extending_page_end_to_end(here):

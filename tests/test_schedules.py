@@ -12,13 +12,14 @@ import pytest
 
 from attnrl.algo.reasons import kind_of
 from attnrl.config import load_config, presets
-from attnrl.iteration import SCHEDULES, Outcome, Parts, first_state
+from attnrl.iteration import Outcome, Parts, first_state
+from attnrl.schedules import SCHEDULES
 from attnrl.types import Attempt, Group, Kept, Sample, Sampling, Scores, Scoring, State, Step, Verdict
 from fakes import FakeBackend, decode, fake_parts, grade
 
 SMALL = {"algo.prompts": 4, "algo.max_prompts": 24, "sampling.max_response_tokens": 200}
-OFF, ON, FILL = "one_step_off_policy", "on_policy", "dynamic"
-ALL = (OFF, ON, FILL)
+OFF, OVER, ON, FILL = "one_step_off_policy", "overlapped", "on_policy", "dynamic"
+ALL = (OFF, OVER, ON, FILL)
 
 
 def parts_of(
@@ -67,10 +68,12 @@ def test_round_b_prompts_are_drawn_and_not_the_first_batch(schedule: str) -> Non
     assert first_state(parts, 0).batch_size == 4.0
     outcome = step(parts, schedule, replace(first_state(parts, 0), batch_size=6.6))
     assert len(backend.requests[0]) == 7 * 6
-    if schedule == OFF:  # those that waited, and those that wait now
+    if schedule in (OFF, OVER):  # those that waited, and those that wait now
         assert outcome.state.stream == {"next": 14}
         assert [g.prompt.uid for g in outcome.state.waiting] == uids(*range(7, 14))
-        assert len(backend.requests[1]) == 7 * 6 + sum(len(t.branches) for f in outcome.forests for t in f.trees)
+        branches = sum(len(t.branches) for f in outcome.forests for t in f.trees)
+        drawn = [len(requests) for requests in backend.requests[1:]]
+        assert drawn == ([branches + 7 * 6] if schedule == OFF else [branches, 7 * 6])
     else:
         assert outcome.state.waiting == ()
         assert outcome.state.stream["next"] % 7 == 0
@@ -340,7 +343,7 @@ def test_only_samples_with_signal_count_in_equation_10() -> None:
     assert step(bounded, OFF).state.batch_size == 5.0
 
 
-@pytest.mark.parametrize("schedule", [OFF, ON])
+@pytest.mark.parametrize("schedule", [OFF, OVER, ON])
 def test_without_adaptive_batch_every_batch_has_as_many_prompts(schedule: str) -> None:
     sizes = {}
     for adaptive in (True, False):
@@ -420,8 +423,8 @@ def test_errors_are_counted_by_kind_and_a_prompt_of_errors_alone_is_left_out() -
 # what is told
 
 
-@pytest.mark.parametrize(("schedule", "calls"), [(OFF, 2), (ON, 1)])
-def test_each_phase_is_timed_where_it_runs(schedule: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("schedule", [OFF, OVER, ON])
+def test_each_phase_is_timed_where_it_runs(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that advances by one a reading: each timed phase takes 1."""
     ticks = count()
     monkeypatch.setattr("attnrl.iteration.time.perf_counter", lambda: float(next(ticks)))
@@ -429,6 +432,8 @@ def test_each_phase_is_timed_where_it_runs(schedule: str, calls: int, monkeypatc
     seconds = {k.removeprefix("seconds/"): v for k, v in metrics.items() if k.startswith("seconds/")}
     if schedule == OFF:  # the first iteration draws its trunks before
         assert seconds == {"generate": 2, "verify": 2, "score": 2, "update": 1, "iteration": 7}
+    elif schedule == OVER:  # and waits for branches and trunks apart
+        assert seconds == {"generate": 3, "verify": 3, "score": 2, "update": 1, "iteration": 9}
     else:
         assert seconds == {"generate": 2, "verify": 2, "score": 1, "update": 1, "iteration": 6}
 

@@ -17,8 +17,9 @@ from attnrl.checkpoint import load_state, save_state
 from attnrl.config import RunConfig, load_config, presets
 from attnrl.console import console_line
 from attnrl.errors import ConfigError
-from attnrl.iteration import SCHEDULES, Outcome, Parts, first_state, one_step_off_policy, outcome_by
+from attnrl.iteration import Outcome, Parts, first_state
 from attnrl.run import open_run, read_metrics
+from attnrl.schedules import SCHEDULES, one_step_off_policy, outcome_by
 from attnrl.trainer import train
 from attnrl.types import (
     Group,

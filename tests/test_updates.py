@@ -7,7 +7,8 @@ import pytest
 
 from attnrl.algo.minibatches import plan_minibatches
 from attnrl.config import load_config, presets
-from attnrl.iteration import SCHEDULES, first_state
+from attnrl.iteration import first_state
+from attnrl.schedules import SCHEDULES
 from fakes import FakeBackend, fake_parts
 
 ITERATIONS = 30

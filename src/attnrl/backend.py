@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,12 +63,43 @@ class Backend(Sampler, Protocol):
         ...
 
 
+class Overlapping(Backend, Protocol):
+    """An engine that draws while it updates, with one verb more: its sampler has weights of its own."""
+
+    def begin(self, requests: Sequence[Request], sampling: Sampling) -> Callable[[], list[Rollout]]:
+        """Start to draw by the policy of now; at once, what waits for the rollouts or raises what went wrong. Until
+        that is called, `begin`, `score` and `update` may be: the draws stay those of the policy at the start.
+        """
+        ...
+
+
 def generate_by(backend: Sampler, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-    """What an engine draws for some requests. TrainingError where it does not keep its promise: an engine of somebody's
-    own would otherwise train on log-probs of other tokens, or of another policy.
+    """What an engine draws for some requests, by the policy of now."""
+    rollouts = backend.generate(requests, sampling) if requests else []
+    return _drawn(backend, "generate", requests, rollouts, backend.version)
+
+
+def begin_by(backend: Sampler, requests: Sequence[Request], sampling: Sampling) -> Callable[[], list[Rollout]]:
+    """What to call for the rollouts when they are needed, of the policy of now. An engine with the verb `begin` draws
+    them meanwhile; any other has drawn them when this returns.
     """
-    rollouts = backend.generate(requests, sampling)
-    _counted(backend, "generate", rollouts, Rollout, len(requests))
+    version, begin = backend.version, getattr(backend, "begin", None)
+    if begin is None or not requests:
+        rollouts = generate_by(backend, requests, sampling)
+        return lambda: rollouts
+    wait = begin(requests, sampling)
+    if not callable(wait):
+        raise TrainingError(f"begin of the engine {_name(backend)} must return a function that gives the rollouts")
+    return lambda: _drawn(backend, "begin", requests, wait(), version)
+
+
+def _drawn(
+    backend: Sampler, verb: str, requests: Sequence[Request], rollouts: list[Rollout], version: int
+) -> list[Rollout]:
+    """The rollouts. TrainingError where an engine does not keep its promise: one of somebody's own would otherwise
+    train on log-probs of other tokens, or of another policy.
+    """
+    _counted(backend, verb, rollouts, Rollout, len(requests))
     for number, (request, rollout) in enumerate(zip(requests, rollouts, strict=True), start=1):
         wrong = ""
         if not 1 <= len(rollout.ids) <= request.max_tokens:
@@ -79,8 +110,8 @@ def generate_by(backend: Sampler, requests: Sequence[Request], sampling: Samplin
             )
         elif rollout.finish not in ("stop", "length"):
             wrong = f"finish {rollout.finish!r}; known: stop, length"
-        elif rollout.version != backend.version:
-            wrong = f"version {rollout.version}, where the policy has {backend.version}"
+        elif rollout.version != version:
+            wrong = f"version {rollout.version}, where the policy has {version}"
         if wrong:
             raise TrainingError(
                 f"the engine {_name(backend)} returned a rollout ({number} of {len(rollouts)}) with {wrong}"

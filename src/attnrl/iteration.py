@@ -1,8 +1,6 @@
-"""One training iteration, in the words of the paper: plan, sample, score, update, adapt.
+"""What an iteration is made of, in the words of the paper: plan, sample, score, update, adapt.
 
-A schedule is any function `(state, parts) -> Outcome`; those here are made of the same functions and named in
-`SCHEDULES`: one step off-policy (AttnRL, Sec. 3.3), on-policy (GRPO, TreeRL), and on-policy with prompts drawn until
-the batch is full (DAPO).
+`attnrl.schedules` puts these functions in order; so may a schedule of your own.
 """
 
 from __future__ import annotations
@@ -22,11 +20,12 @@ from attnrl.algo.advantages import Estimator
 from attnrl.algo.branching import Rule
 from attnrl.algo.credit import Credit, weigh
 from attnrl.algo.forest import Plan, branch_requests, plan, plant, trunk_requests, unscored, untrained, whole_responses
-from attnrl.algo.promises import broken, kept_by, samples_by, weights_by
+from attnrl.algo.promises import kept_by, samples_by, weights_by
 from attnrl.algo.reasons import Reasons, explain
 from attnrl.algo.samples import Drop, with_signal
 from attnrl.algo.statistics import forest_statistics, generation_statistics, group_statistics, sample_statistics
 from attnrl.backend import Backend, generate_by, metrics_by, score_by, update_by
+from attnrl.errors import TrainingError
 from attnrl.types import (
     Attempt,
     Forest,
@@ -44,7 +43,6 @@ from attnrl.types import (
     Step,
     Trunk,
     Verdict,
-    as_metrics,
 )
 
 
@@ -113,112 +111,6 @@ class Clock:
         return {**errors, **named, **total}
 
 
-def one_step_off_policy(state: State, parts: Parts) -> Outcome:
-    """An iteration with one generation call: branches of batch m and trunks of batch m + 1, both by policy m.
-
-    Paper: Sec. 3.3, Fig. 5.
-    """
-    clock, rng = Clock(), restore(state.rng)
-    primed: list[Rollout] = []
-    if not state.waiting:  # before the first iteration no trunks wait yet
-        state, primed = prime(state, parts, rng, clock)
-    # plan
-    plans, dropped, memory = plan_branches(state.waiting, state.memory, parts, rng)
-    prompts, stream = parts.stream.draw(state.stream, round(state.batch_size))
-    # sample
-    branches, trunks = request_branches(plans, parts, rng), request_trunks(prompts, parts, rng)
-    with clock.phase("generate"):
-        rollouts = generate_by(parts.backend, [*branches, *trunks], parts.sampling)
-    with clock.phase("verify"):
-        forests = grow(plans, rollouts[: len(branches)], parts, clock)
-        verdicts = grade_trunks(prompts, rollouts[len(branches) :], parts, clock)
-    # score
-    with clock.phase("score"):
-        waiting = score_trunks(prompts, rollouts[len(branches) :], verdicts, parts)
-    # update
-    with clock.phase("update"):
-        samples, learned = update(forests, parts, rng)
-    # adapt
-    after = adapt(state, samples, rollouts, parts, rng, waiting=tuple(waiting), memory=memory, stream=stream)
-    metrics = describe(state, state.waiting, forests, [*primed, *rollouts], parts) | learned | clock.metrics()
-    return Outcome(after, metrics, forests, samples, dropped, give_reasons(plans, forests, samples, dropped, parts))
-
-
-def on_policy(state: State, parts: Parts) -> Outcome:
-    """An iteration with two generation calls, trunks and then branches, all by the policy that is updated."""
-    return two_calls(state, parts, fill=False)
-
-
-def dynamic(state: State, parts: Parts) -> Outcome:
-    """The on-policy iteration with trunks drawn until the filter has kept `prompts` prompts, or `max_prompts` were
-    drawn (DAPO's dynamic sampling, with the filter "has_spread").
-    """
-    return two_calls(state, parts, fill=True)
-
-
-def two_calls(state: State, parts: Parts, *, fill: bool) -> Outcome:
-    """Trunks, then branches, then update; with `fill`, more trunks while fewer than `prompts` prompts are kept."""
-    clock, rng = Clock(), restore(state.rng)
-    groups: list[Group] = []
-    plans: list[Plan] = []
-    dropped: list[Forest] = []
-    first: list[Rollout] = []
-    stream, memory, drawn = state.stream, state.memory, 0
-    while not drawn or (fill and len(plans) < parts.prompts and drawn < parts.max_prompts):
-        # sample, score
-        prompts, stream = parts.stream.draw(stream, round(state.batch_size))
-        fresh, rollouts = draw_groups(prompts, parts, rng, clock)
-        # plan
-        kept, left_out, memory = plan_branches(fresh, memory, parts, rng)
-        groups, plans, dropped, first = groups + fresh, plans + kept, dropped + left_out, first + rollouts
-        drawn += len(prompts)
-    # branch
-    if fill:
-        surplus, plans = plans[parts.prompts :], plans[: parts.prompts]
-        dropped += [untrained(p.group, "the batch was full") for p in surplus]
-    branches = request_branches(plans, parts, rng)
-    with clock.phase("generate"):
-        second = generate_by(parts.backend, branches, parts.sampling) if branches else []
-    with clock.phase("verify"):
-        forests = grow(plans, second, parts, clock)
-    # update
-    with clock.phase("update"):
-        samples, learned = update(forests, parts, rng)
-    # adapt
-    after = adapt(state, samples, [*first, *second], parts, rng, memory=memory, stream=stream)
-    metrics = describe(state, groups, forests, [*first, *second], parts) | learned | clock.metrics()
-    return Outcome(after, metrics, forests, samples, dropped, give_reasons(plans, forests, samples, dropped, parts))
-
-
-# Whether a schedule draws more prompts until its batch is full; one that does not say may.
-one_step_off_policy.fills = on_policy.fills = False  # type: ignore[attr-defined]
-
-Schedule = Callable[[State, Parts], Outcome]
-
-SCHEDULES: dict[str, Schedule] = {
-    "one_step_off_policy": one_step_off_policy,
-    "on_policy": on_policy,
-    "dynamic": dynamic,
-}
-
-
-def outcome_by(schedule: Schedule, state: State, parts: Parts) -> Outcome:
-    """What a schedule makes of a state: an outcome, one iteration on, with a reason for every tree, and numbers."""
-    outcome = schedule(state, parts)
-    if not isinstance(outcome, Outcome) or outcome.state.iteration != state.iteration + 1:
-        got = outcome.state.iteration if isinstance(outcome, Outcome) else type(outcome).__name__
-        want = f"must return an attnrl.iteration.Outcome whose state has iteration {state.iteration + 1}"
-        raise broken("schedule", schedule, f"{want}, not {got}")
-    trees = [len(forest.trees) for forest in (*outcome.forests, *outcome.dropped)]
-    if [len(r.trees) for r in outcome.reasons or () if isinstance(r, Reasons)] != trees:
-        want = f"{len(trees)} attnrl.algo.reasons.Reasons, of the forests and then of the dropped, each with its trees'"
-        raise broken("schedule", schedule, f"must return as reasons {want}")
-    try:
-        return replace(outcome, metrics=as_metrics(outcome.metrics))
-    except TypeError as error:
-        raise broken("schedule", schedule, f"must return as metrics {error}") from None
-
-
 def first_state(parts: Parts, seed: int) -> State:
     """The state before the first iteration."""
     return State(batch_size=float(parts.prompts), rng=dict(np.random.default_rng(seed).bit_generator.state))
@@ -232,11 +124,27 @@ def restore(state: dict[str, Any]) -> np.random.Generator:
 
 
 def prime(state: State, parts: Parts, rng: np.random.Generator, clock: Clock) -> tuple[State, list[Rollout]]:
-    """The state with a batch's trunks waiting, and those trunks: the one extra generation call of a run."""
+    """The state with a batch's trunks waiting, and what was drawn for it: before the first iteration, when none wait
+    yet, the one extra generation call of a run. Trunks that wait are of this policy or of the one before it.
+    """
+    if state.waiting:
+        check_age(state.waiting, parts.backend.version)
+        return state, []
     prompts, stream = parts.stream.draw(state.stream, round(state.batch_size))
     waiting, rollouts = draw_groups(prompts, parts, rng, clock)
     drawn = state.generated_tokens + sum(len(r.ids) for r in rollouts)
     return replace(state, waiting=tuple(waiting), stream=stream, generated_tokens=drawn), rollouts
+
+
+def check_age(waiting: Sequence[Group], version: int) -> None:
+    """Raise where a trunk is more than one update old: its branches would not be one step off-policy."""
+    for group in waiting:
+        for trunk in group.trunks:
+            if trunk.rollout.version not in (version, version - 1):
+                raise TrainingError(
+                    f"trunks of prompt {group.prompt.uid} wait that policy {trunk.rollout.version} drew, where the "
+                    f"policy is {version}: they may be one update old"
+                )
 
 
 def draw_groups(

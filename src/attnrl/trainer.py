@@ -12,8 +12,9 @@ from types import FrameType
 from attnrl.algo.parts import listed, near
 from attnrl.config import RunConfig
 from attnrl.errors import ConfigError, Interrupted
-from attnrl.iteration import Parts, Schedule, first_state, outcome_by
+from attnrl.iteration import Parts, first_state
 from attnrl.run import Run
+from attnrl.schedules import Schedule, outcome_by
 from attnrl.types import State
 
 Observer = Callable[[dict[str, float]], None]

@@ -16,7 +16,8 @@ from attnrl.algo.promises import steps_by
 from attnrl.algo.reasons import Reasons
 from attnrl.config import load_config
 from attnrl.errors import TrainingError
-from attnrl.iteration import SCHEDULES, Outcome, Parts, first_state, outcome_by
+from attnrl.iteration import Outcome, Parts, first_state
+from attnrl.schedules import SCHEDULES, outcome_by
 from attnrl.types import Forest, Kept, Sample, State, Step, as_floats
 from fakes import fake_parts
 

@@ -166,8 +166,9 @@ class AlgoConfig(Section):
     """The algorithm: parts by name, and their knobs."""
 
     schedule: str = "one_step_off_policy"
-    """One generation call an iteration (one_step_off_policy, Sec. 3.3); trunks, then branches, then update (on_policy);
-    the same with prompts drawn until a batch has signal (dynamic, DAPO); or package.module:function."""
+    """One generation call an iteration (one_step_off_policy, Sec. 3.3); the same with the update running while the next
+    trunks are drawn (overlapped); trunks, then branches, then update (on_policy); that with prompts drawn until a batch
+    has signal (dynamic, DAPO); or package.module:function."""
     prompts: int = Field(64, ge=1)
     """Prompts of the first batch, and the target train batch in prompts."""
     group: int = Field(6, ge=1)

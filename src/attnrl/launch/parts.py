@@ -15,7 +15,8 @@ from attnrl.algo.rules import RULES
 from attnrl.algo.steps import SEGMENTERS
 from attnrl.config import Config, check_options
 from attnrl.errors import ConfigError
-from attnrl.iteration import SCHEDULES, Parts, Stream
+from attnrl.iteration import Parts, Stream
+from attnrl.schedules import SCHEDULES
 from attnrl.types import Grade, Ids, Sampling, Scoring, Step
 
 if TYPE_CHECKING:

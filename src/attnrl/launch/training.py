@@ -14,7 +14,6 @@ from attnrl.algo.parts import find
 from attnrl.config import Config, check_taken, load_config
 from attnrl.console import console_line
 from attnrl.errors import ConfigError, MissingFileError
-from attnrl.iteration import SCHEDULES
 from attnrl.launch.data import (
     evaluation_prompts,
     evaluation_records,
@@ -35,6 +34,7 @@ from attnrl.launch.models import (
 )
 from attnrl.launch.parts import build_parts, check_parts, segmenting, taken_by
 from attnrl.run import check_run, last_recorded, open_run, read_metrics
+from attnrl.schedules import SCHEDULES
 from attnrl.trackers import Observer, check_trackers, open_trackers
 from attnrl.trainer import finished
 from attnrl.trainer import train as loop
