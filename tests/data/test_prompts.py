@@ -91,6 +91,65 @@ def test_the_row_s_own_system_message_is_written_unless_one_is_set():
     assert [words(p) for p in bare] == [["<s>", "one"]]
 
 
+def brief(template, **options) -> list[str]:
+    """The words of a prompt under a chat template and its options."""
+    tokenizer = template if isinstance(template, PreTrainedTokenizerFast) else words_tokenizer(template)
+    prompts, _ = render_prompts(
+        [record("one")], tokenizer, template="{problem}", max_prompt_tokens=9, chat_options=options
+    )
+    return words(prompts[0])
+
+
+def test_an_option_that_the_chat_template_does_not_read_is_an_error_that_names_those_it_reads():
+    template = CHAT + "{% if brief %} brief{% endif %}{% if tall is defined %}{{ raise_exception('no') }}{% endif %}"
+    message = r"data\.chat_options\.breif: .* does not read it.*; it reads brief, tall; did you mean 'brief'\?$"
+    with pytest.raises(ConfigError, match=message):
+        brief(template, breif=True)
+    with pytest.raises(ConfigError, match=r"data\.chat_options\.loud: .*; it reads none$"):
+        brief(CHAT, loud=True)
+    with pytest.raises(ConfigError, match=r"data\.chat_options\.padding: "):  # of the call, and nothing is padded
+        brief(template, brief=True, padding=True)
+    with pytest.raises(ConfigError, match=r"data\.chat_options\.tools: "):  # passed, and unread
+        brief(template, tools=[{"name": "x"}])
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "{% set brief = brief if brief is defined else false %}{% if brief %} brief{% endif %}",
+        "{% if brief is not defined %}{% set brief = false %}{% endif %}{% if brief %} brief{% endif %}",
+        "{% macro end() %}{% if brief %} brief{% endif %}{% endmacro %}{{ end() }}",
+        "{% for m in messages %}{% if not brief %}{% continue %}{% endif %} brief{% endfor %}",
+        "{%- generation -%}{% if brief %} brief{% endif %}{% endgeneration %}",
+    ],
+)
+def test_an_option_is_found_however_the_template_reads_it(end):
+    assert brief(CHAT + end, brief=True) == ["<s>", "user:", "one", "bot:", "brief"]
+    with pytest.raises(ConfigError, match="it reads brief;"):
+        brief(CHAT + end, breif=True)
+
+
+def test_special_tokens_named_templates_and_a_tokenizer_s_own_way_are_options_too():
+    assert brief(CHAT, bos_token="<s> two") == ["<s>", "two", "user:", "one", "bot:"]
+    named = words_tokenizer()
+    named.chat_template = {"default": CHAT, "short": "{{ messages[0].content }}{% if brief %} brief{% endif %}"}
+    assert brief(named) == ["<s>", "user:", "one", "bot:"]
+    assert brief(named, chat_template="short", brief=True) == ["one", "brief"]
+    with pytest.raises(ConfigError, match=r"data\.chat_options\.brief: .*; it reads none$"):
+        brief(named, brief=True)  # the default one does not read it
+    named.chat_template = {"a": CHAT, "b": CHAT}
+    with pytest.raises(ConfigError, match=r"data\.chat_options: .*multiple chat templates"):
+        brief(named)
+
+    class Own(PreTrainedTokenizerFast):
+        def apply_chat_template(self, chat, *, loud="two", **options):
+            return f"{chat[0]['content']} {loud}"
+
+    own = Own(tokenizer_object=words_tokenizer().backend_tokenizer, unk_token="<unk>")
+    own.chat_template = CHAT
+    assert brief(own, loud="three") == ["one", "three"]
+
+
 def test_options_reach_the_chat_template():
     tokenizer = words_tokenizer(CHAT + "{% if brief %} brief{% endif %}")
 
@@ -101,6 +160,8 @@ def test_options_reach_the_chat_template():
     assert words(render(chat_options={"brief": False})[0][0]) == ["<s>", "user:", "one", "bot:"]
     with pytest.raises(ConfigError, match="chat_options: tokenize is set already"):
         render(chat_options={"tokenize": True})
+    with pytest.raises(ConfigError, match="chat_options: messages is set already"):
+        render(chat_options={"messages": []})
     with pytest.raises(ConfigError, match="no chat template that could read them"):
         render(chat_options={"brief": True}, chat=False)
     strict = words_tokenizer("{{ raise_exception('no system role') }}")

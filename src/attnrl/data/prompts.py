@@ -2,16 +2,20 @@ r"""Records to prompts: the template, the model's chat template, token ids, and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attnrl.algo.parts import listed, near
 from attnrl.data.records import Record
 from attnrl.errors import ConfigError, DataError
 from attnrl.types import Prompt, as_ids, content_hash, counted
 
 TEMPLATE = r"{problem} Let's think step by step and output the final answer within \boxed{}."
 _CHUNK = 512  # prompts tokenized at once
+_SET = {"tokenize", "add_generation_prompt", "conversation", "messages", "return_tensors"}  # not to be set again
+_GIVEN = _SET | {"tools", "documents", "raise_exception", "strftime_now"}  # to every chat template, by transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ def render_prompts(
     uses_chat = bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
     options = dict(chat_options or {})
     _check_chat(records, uses_chat, system, options)
+    if uses_chat:
+        _check_read(tokenizer, options)
     prompts: list[Prompt] = []
     overlong: list[str] = []
     repeated: list[str] = []
@@ -135,7 +141,7 @@ def _check(template: str, tokenizer: Any, max_prompt_tokens: int, chat: bool | N
 
 
 def _check_chat(records: Sequence[Record], uses_chat: bool, system: str | None, options: Mapping[str, Any]) -> None:
-    if taken := {"tokenize", "add_generation_prompt", "conversation", "return_tensors"} & options.keys():
+    if taken := _SET & options.keys():
         raise ConfigError(f"chat_options: {min(taken)} is set already; give options that the template itself reads")
     if uses_chat:
         return
@@ -148,6 +154,38 @@ def _check_chat(records: Sequence[Record], uses_chat: bool, system: str | None, 
             f"{own.where}: the row has a system message, and this tokenizer has no chat template to write it; "
             'leave such messages out (data.system = "") or put the words into data.template'
         )
+
+
+def _check_read(tokenizer: Any, options: Mapping[str, Any]) -> None:
+    """Raise where an option is none that the chat template reads: Jinja takes any name, and would leave it unread."""
+    read = _variables(tokenizer, options)
+    unread = [] if read is None else sorted(options.keys() - read - {"chat_template"})
+    if read is not None and unread:
+        known = sorted(read - _GIVEN - set(getattr(tokenizer, "special_tokens_map", ())))
+        raise ConfigError(
+            f"data.chat_options.{unread[0]}: the model's chat template does not read it, so it would change nothing; "
+            f"it reads {listed(known)}{near(unread[0], known)}"
+        )
+
+
+def _variables(tokenizer: Any, options: Mapping[str, Any]) -> set[str] | None:
+    """The names that the chat template of these options reads; None where its source does not tell."""
+    from jinja2 import Environment, TemplateError
+    from jinja2.meta import find_referenced_templates, find_undeclared_variables
+    from transformers import PreTrainedTokenizerBase
+
+    if getattr(type(tokenizer), "apply_chat_template", None) is not PreTrainedTokenizerBase.apply_chat_template:
+        return None  # a tokenizer that writes chats in its own way
+    try:
+        source = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+    except ValueError as error:
+        raise ConfigError(f"data.chat_options: {error}") from None
+    try:  # {% generation %} is a tag of transformers' own, and sets nothing
+        source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+    except TemplateError:
+        return None  # rendering says what is wrong with it
+    return None if any(find_referenced_templates(tree)) else find_undeclared_variables(tree)
 
 
 def _render_chats(texts: list[str], systems: list[str | None], tokenizer: Any, options: Mapping[str, Any]) -> list[str]:
