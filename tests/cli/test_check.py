@@ -14,8 +14,10 @@ import torch
 import attnrl
 from attnrl.cli import run
 from attnrl.config import ModelConfig, load_config
+from attnrl.errors import TrainingError
 from attnrl.launch.forecast import GB, Shape, activations, cache_bytes, memory, shape_of, work
 from attnrl.launch.models import model_path
+from attnrl.local.backend import LocalBackend
 from attnrl.local.models import load_weights
 
 SMALL = {"data.train_tasks": 40, "algo.group": 2}
@@ -80,7 +82,8 @@ def test_the_demo_is_well(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     said = {line.split()[1]: line.split()[0] for line in done.stdout.splitlines() if line[:1] != " "}
     assert set(said) == {
-        "config", "data", "held", "prompt", "reward", "memory", "responses", "agreement", "update", "time",
+        "config", "data", "held", "prompt", "reward", "memory", "responses", "parts", "agreement", "update",
+        "time",
     }  # fmt: skip
     assert "wrong" not in said.values()
     assert "5 rows: 5 golds right, 5 times nonsense wrong" in done.stdout
@@ -134,6 +137,108 @@ def test_responses_that_are_cut_off_are_said_to_teach_nothing(own):
     text = "\n".join(said)
     for words in ("most were cut off", "all are wrong", "no step can be branched at"):
         assert words in text
+
+
+PARTS = """
+from attnrl.iteration import on_policy
+
+seen = []
+
+
+def backwards(prompt, trunk, rng):
+    return (9, 3)
+
+
+def lost(groups, memory):
+    return {"mask": [True] * len(groups)}
+
+
+def half(accuracy, trees):
+    return trees / 2
+
+
+def divides(accuracy, trees):
+    return round(1 / accuracy)
+
+
+def nameless(forest, rng):
+    return [leaf.answer for leaf in forest.leaves]
+
+
+def short(samples, scores):
+    return [s.entropy[1:] for s in scores]
+
+
+def stands_still(state, parts):
+    return state
+
+
+def listens(state, parts):
+    outcome = on_policy(state, parts)
+    seen.append([v.reward for f in outcome.forests for t in f.trees for v in (t.trunk.verdict, *(
+        b.verdict for b in t.branches))])
+    return outcome
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        ("rule", "backwards", r"algo\.rule: the rule backwards must return branch points p in order"),
+        ("filter", "lost", r"algo\.filter: the filter lost must return an attnrl\.types\.Kept"),
+        ("budget", "half", r"algo\.budget: the budget half must return a number of trees.* not 3\.0"),
+        ("credit", "short", r"algo\.credit: the credit short returned weights \(1 of \d+\) that are of shape"),
+        ("schedule", "stands_still", r"algo\.schedule: the schedule stands_still must return .*Outcome"),
+    ],
+)
+def test_a_part_that_breaks_its_promise_is_found_and_named(own, kind, name, words):
+    (own / "faulty.py").write_text(PARTS, encoding="utf-8")
+    said: list[str] = []
+    overrides = {**SMALL, "algo.group": 6, f"algo.{kind}": f"faulty:{name}"}
+    if kind == "rule":
+        overrides |= {"algo.adaptive_batch": False, "algo.filter": "all"}
+    with pytest.raises(TrainingError, match=words):
+        attnrl.check("demo", overrides=overrides, prompts=1, responses=2, say=said.append)
+    assert said[-1].split()[1] == "responses"  # nothing but these was drawn for it
+
+
+def test_a_part_that_raises_keeps_its_own_error_with_a_note_of_the_part(own):
+    (own / "faulty.py").write_text(PARTS, encoding="utf-8")
+    for kind, name, error in (("estimator", "nameless", AttributeError), ("budget", "divides", ZeroDivisionError)):
+        overrides = {**SMALL, "algo.filter": "all", f"algo.{kind}": f"faulty:{name}"}
+        with pytest.raises(error) as raised:
+            attnrl.check("demo", overrides=overrides, prompts=1, responses=1, say=lambda text: None)
+        assert raised.value.__notes__ == [f"algo.{kind}: raised by the {kind} {name}"]
+
+
+def test_parts_are_tried_where_half_all_and_none_are_right_without_another_draw(own, monkeypatch):
+    (own / "faulty.py").write_text(PARTS, encoding="utf-8")
+    drawn: list[int] = []
+    generate = LocalBackend.generate
+    monkeypatch.setattr(
+        LocalBackend,
+        "generate",
+        lambda self, requests, how: drawn.append(len(requests)) or generate(self, requests, how),
+    )
+    overrides = {**SMALL, "algo.schedule": "faulty:listens", "algo.filter": "all", "algo.adaptive_batch": False}
+    found = attnrl.check("demo", overrides=overrides, prompts=1, responses=2, say=lambda text: None)
+    assert drawn == [2, 2]  # one token each to compile, then the responses
+    half, right, wrong, _ = sys.modules["faulty"].seen
+    assert set(half) == {0.0, 1.0}
+    assert set(right) == {1.0}
+    assert set(wrong) == {0.0}
+    (parts,) = [finding for finding in found if finding.about == "parts"]
+    assert parts.level == "ok"
+    assert "4 iterations by faulty:listens over these responses" in parts.said
+    assert "4 prompts kept and 0 dropped" in parts.said
+
+
+def test_parts_that_leave_nothing_to_learn_from_are_worth_a_look(own):
+    overrides = {**SMALL, "algo.group": 1, "algo.filter": "has_spread"}
+    found = attnrl.check("demo_grpo", overrides=overrides, prompts=1, responses=1, say=lambda text: None)
+    assert levels(found)["parts"] == "look"
+    (parts,) = [finding for finding in found if finding.about == "parts"]
+    assert "0 prompts kept and 4 dropped, 0 branch points, 0 samples with signal" in parts.said
 
 
 SHAPE = Shape(1000, 1000, layers=2, width=8, heads=4, kv_heads=2, head_size=2, inner=16, vocabulary=10)

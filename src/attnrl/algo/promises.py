@@ -1,13 +1,15 @@
 """Parts are asked here, and their answers held against what each kind of part promises.
 
 A part of somebody's own would otherwise fail far from its cause, or train on nonsense. What breaks a promise raises
-TrainingError with the key of the config, the part's name, and what is wrong.
+TrainingError with the key of the config, the part's name, and what is wrong; what a part raises itself is noted to be
+its own.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import Any
 
@@ -29,13 +31,28 @@ def broken(kind: str, part: Callable[..., Any], said: str, section: str = "algo"
     Traceback (most recent call last):
     attnrl.errors.TrainingError: algo.budget: the budget max returned 0.5
     """
-    name = getattr(getattr(part, "func", part), "__name__", part)
-    return TrainingError(f"{section}.{kind}: the {kind} {name} {said}")
+    return TrainingError(f"{section}.{kind}: the {kind} {_name(part)} {said}")
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A part that is being asked: an error that leaves it gets a note of the part."""
+
+    kind: str
+    part: Callable[..., Any]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            error.add_note(f"algo.{self.kind}: raised by the {self.kind} {_name(self.part)}")
 
 
 def steps_by(segmenter: Segmenter, texts: Sequence[str]) -> tuple[Step, ...]:
     """The steps of a response: they follow each other from its first token to its last."""
-    steps = segmenter(texts)
+    with Asking("segmenter", segmenter):
+        steps = segmenter(texts)
     if not _all_of(steps, Step):
         raise broken("segmenter", segmenter, f"must return a tuple of attnrl.types.Step, not {_shown(steps)}")
     starts, stops = [s.start for s in steps], [s.stop for s in steps]
@@ -47,7 +64,8 @@ def steps_by(segmenter: Segmenter, texts: Sequence[str]) -> tuple[Step, ...]:
 
 def kept_by(filter: Filter, groups: Sequence[Group], memory: Mapping[str, Any]) -> Kept:
     """What a filter decides, a mask and a reason for each group, and remembers, as JSON holds it."""
-    kept = filter(groups, memory)
+    with Asking("filter", filter):
+        kept = filter(groups, memory)
     if not isinstance(kept, Kept) or not len(kept.mask) == len(kept.reasons) == len(groups):
         want = f"must return an attnrl.types.Kept with a mask and reasons of {len(groups)}, one entry a group"
         raise broken("filter", filter, want)
@@ -68,7 +86,9 @@ def kept_by(filter: Filter, groups: Sequence[Group], memory: Mapping[str, Any]) 
 
 def trees_by(budget: Budget, accuracy: float, trees: int) -> int:
     """How many of a prompt's trunks become trees: a whole number from 0 on; those there are bound it."""
-    wanted = _whole(found := budget(accuracy, trees))
+    with Asking("budget", budget):
+        found = budget(accuracy, trees)
+    wanted = _whole(found)
     if wanted is None or wanted < 0:
         raise broken("budget", budget, f"must return a number of trees, a whole one from 0 on, not {_shown(found)}")
     return wanted
@@ -76,7 +96,9 @@ def trees_by(budget: Budget, accuracy: float, trees: int) -> int:
 
 def points_by(rule: Rule, prompt: Prompt, trunk: Trunk, rng: np.random.Generator) -> tuple[int, ...]:
     """Where a trunk branches: inner token offsets in order; one named twice gets twice the branches."""
-    found, tokens = rule(prompt, trunk, rng), len(trunk.rollout.ids)
+    tokens = len(trunk.rollout.ids)
+    with Asking("rule", rule):
+        found = rule(prompt, trunk, rng)
     points = [_whole(p) for p in found] if isinstance(found, list | tuple | range | np.ndarray) else [None]
     inner = [p for p in points if p is not None and 0 < p < tokens]
     if inner != points or inner != sorted(inner):
@@ -87,7 +109,8 @@ def points_by(rule: Rule, prompt: Prompt, trunk: Trunk, rng: np.random.Generator
 
 def samples_by(estimator: Estimator, forest: Forest, rng: np.random.Generator) -> list[Sample]:
     """The samples of a forest, each with a finite advantage and log-prob for every token of its response."""
-    samples = estimator(forest, rng)
+    with Asking("estimator", estimator):
+        samples = estimator(forest, rng)
     if not _all_of(samples, Sample):
         raise broken("estimator", estimator, f"must return a list of attnrl.types.Sample, not {_shown(samples)}")
     for number, sample in enumerate(samples, start=1):
@@ -104,7 +127,8 @@ def samples_by(estimator: Estimator, forest: Forest, rng: np.random.Generator) -
 
 def weights_by(credit: Credit, samples: Sequence[Sample], scores: Sequence[Scores]) -> list[Floats]:
     """The weights of each sample's tokens, finite ones."""
-    weights = credit(samples, scores)
+    with Asking("credit", credit):
+        weights = credit(samples, scores)
     if not isinstance(weights, list | tuple) or len(weights) != len(samples):
         found = f"{len(weights)} entries" if isinstance(weights, list | tuple) else _shown(weights)
         raise broken("credit", credit, f"must return a list of {len(samples)}, weights for each sample: {found}")
@@ -112,6 +136,10 @@ def weights_by(credit: Credit, samples: Sequence[Sample], scores: Sequence[Score
         if wrong := _misfit(weight, np.shape(sample.response)):
             raise broken("credit", credit, f"returned weights ({number} of {len(samples)}) that {wrong}")
     return [as_floats(weight) for weight in weights]
+
+
+def _name(part: Callable[..., Any]) -> str:
+    return str(getattr(getattr(part, "func", part), "__name__", part))
 
 
 def _all_of(values: Any, kind: type) -> bool:

@@ -20,6 +20,7 @@ from attnrl.backend import generate_by, score_by, update_by
 from attnrl.config import Config, load_config
 from attnrl.console import time_span
 from attnrl.errors import ConfigError
+from attnrl.iteration import Outcome
 from attnrl.launch.data import (
     evaluation_prompts,
     evaluation_records,
@@ -31,18 +32,18 @@ from attnrl.launch.forecast import GB, memory, shape_of, work
 from attnrl.launch.models import decoder, load_tokenizer, open_engine
 from attnrl.launch.parts import scoring_of, segmenting
 from attnrl.launch.training import Say, make_ready, say_plainly
+from attnrl.launch.trying import Drawn, try_parts
 from attnrl.types import (
     Attempt,
     Prompt,
     Request,
-    Rollout,
     Sample,
     Sampling,
     ScoreRequest,
-    Scores,
     Scoring,
     Verdict,
     as_floats,
+    counted,
 )
 
 if TYPE_CHECKING:
@@ -86,23 +87,6 @@ class Findings:
         self.add("ok" if good else otherwise, about, said)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
-    """A few responses, scored."""
-
-    prompts: list[Prompt]  # of each rollout
-    rollouts: list[Rollout]
-    requests: list[ScoreRequest]
-    scores: list[Scores]
-    scoring: Scoring
-    rate: float  # tokens drawn a second
-
-    @property
-    def tokens(self) -> int:
-        """Of prompts and responses together."""
-        return sum(len(p.ids) + len(r.ids) for p, r in zip(self.prompts, self.rollouts, strict=True))
-
-
 def check(
     config: Config | str | Path,
     *,
@@ -111,11 +95,12 @@ def check(
     responses: int = 4,
     say: Say = say_plainly,
 ) -> list[Finding]:
-    """What a run of this config would meet, found in a minute: data, prompt, rewards, memory, a few responses, whether
-    sampler and learner agree, and whether an update at no learning rate leaves the policy as it is.
+    """What a run of this config would meet, found in a minute: data, prompt, rewards, memory, a few responses, what the
+    parts of [algo] make of them, whether sampler and learner agree, and whether an update at no learning rate leaves
+    the policy as it is.
 
-    `responses` are drawn for each of `prompts` prompts. Nothing is written. A mistake in the config raises, as it
-    would in training.
+    `responses` are drawn for each of `prompts` prompts. Nothing is written. A mistake in the config or a part that
+    breaks its promise raises, as it would in training.
     """
     if not isinstance(config, Config):
         config = load_config(str(config), overrides)
@@ -145,6 +130,7 @@ def check(
             answers, decode = zip(drawn.prompts, drawn.rollouts, strict=True), decoder(tokenizer)
             verdicts = rewards.grade([Attempt.of(p, r.ids, r.finish, decode) for p, r in answers])
             look_at_responses(config, drawn, verdicts, tokenizer, found)
+            look_at_parts(config, try_parts(config, bound, drawn, segmenting(bound, tokenizer), decode), found)
             compare_logprobs(getattr(backend, "dtype", None) or dtype_of(config), drawn, found)
             rates = update_nothing(drawn, backend, found)
     trees = trees_by(bound["budget"], float(np.mean([v.right for v in verdicts])), config.algo.group)
@@ -274,6 +260,21 @@ def look_at_responses(
     errors = sorted({v.error for v in verdicts if v.error is not None})
     odd += [f"error of a reward: {error}" for error in errors]
     found.add("wrong" if errors else "look" if odd else "ok", "responses", "\n".join([*lines, *odd]))
+
+
+def look_at_parts(config: Config, tried: Sequence[Outcome], found: Findings) -> None:
+    """What the parts made of a few iterations; none of them broke its promise."""
+    forests = [forest for outcome in tried for forest in outcome.forests]
+    dropped = sum(len(outcome.dropped) for outcome in tried)
+    points = sum(len({branch.point for branch in tree.branches}) for forest in forests for tree in forest.trees)
+    samples = sum(sample.has_signal for outcome in tried for sample in outcome.samples)
+    said = (
+        f"{len(tried)} iterations by {config.algo.schedule} over these responses, half, all and none of them taken as "
+        f"right:\n{counted(len(forests), 'prompt')} kept and {dropped} dropped, {counted(points, 'branch point')}, "
+        f"{counted(samples, 'sample')} with signal"
+    )
+    odd = "" if samples else "\nnothing to learn from, so not every part was tried"
+    found.ok(not odd, "parts", said + odd)
 
 
 def compare_logprobs(dtype: str, drawn: Drawn, found: Findings) -> None:
