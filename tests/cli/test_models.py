@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from attnrl import cli
@@ -39,6 +41,50 @@ def test_a_trained_model_is_evaluated_as_its_run_was(tmp_path: Path, monkeypatch
         assert (known.data.template, wanted.max_response_tokens, wanted.samples) == ("{problem}", 200, 2)
         assert wanted.tasks == 3
     assert settings_of("model") == settings_of("owner/model") == ("", load_config(""))
+
+
+def test_the_best_checkpoint_is_evaluated_as_its_run_was(tmp_path: Path) -> None:
+    for name in ("checkpoints", "best/model"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "config.json").write_text(load_config("demo").model_dump_json())
+    where, known = settings_of(str(tmp_path / "best/model"))
+    assert (where, known.evaluation.benchmarks) == (str(tmp_path / "config.json"), ("tasks",))
+
+
+def test_what_began_with_a_run_s_checkpoint_goes_on_with_it_when_the_run_has_moved_on(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = {"evaluation.every": 0, "algo.prompts": 1, "algo.group": 2, "run.checkpoint_every": 1}
+    first, second = (f"a/checkpoints/{number:06}/model" for number in (1, 2))
+    shutil.copytree(model_path("demo"), first)
+    Path("a/config.json").write_text(load_config("demo").model_dump_json())
+    said: list[str] = []
+    b = {**small, "model.path": "a", "run.iterations": 1}
+    train("demo", "b", overrides=b, say=said.append)
+    assert f"a stands for its newest checkpoint, {first}" in said
+    rows = [{"prompt": "All counts are modulo 11.\n", "response": "Take mugs = 3\n\nSo mugs = \\boxed{3}."}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluation = ["eval", "--model", "a", "--task-count", "2", "--samples", "1", "--output", "results"]
+    scoring = ["score", "--model", "a", "--input", "rows.jsonl", "--output", "scores.parquet"]
+    for argv in (evaluation, scoring):
+        assert cli.run(argv) == 0
+        assert f"a stands for its newest checkpoint, {first}" in capsys.readouterr().out
+
+    shutil.copytree(model_path("demo"), second)
+    said.clear()
+    train("demo", "b", resume=True, overrides={**b, "run.iterations": 2}, say=said.append)
+    assert f"a stands for {first}, as at the beginning; its newest is {second}" in said
+    assert json.loads(Path("b/config.json").read_text())["model"]["path"] == first
+    assert cli.run(evaluation) == 0
+    assert json.loads(Path("results/results.json").read_text())["settings"]["model"] == first
+    assert pq.read_schema("scores.parquet").metadata[b"model"].decode() == first
+    assert cli.run(scoring) == 0
+    assert pq.read_schema("scores.parquet").metadata[b"model"].decode() == second
+
+    shutil.rmtree(Path(first).parent)  # as the run does by itself once two newer ones are there
+    with pytest.raises(MissingFileError, match=rf"no model {first}: .*run\.keep_checkpoints.*; it has .*{second}$"):
+        train(None, "b", resume=True, overrides={"run.iterations": 3})
 
 
 def test_a_warmed_up_model_is_evaluated_on_its_own_tasks() -> None:

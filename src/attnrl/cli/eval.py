@@ -104,7 +104,7 @@ def evaluate_model(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
     where, config = evaluation_settings(flags.model, overrides)
     if where:
         show(f"settings from {where} where no flag says otherwise")
-    report = evaluate(flags.model, config=config, output=flags.output, seed=flags.seed, chunk=flags.chunk)
+    report = evaluate(flags.model, config=config, output=flags.output, seed=flags.seed, chunk=flags.chunk, say=show)
     show_report(report, flags.output)
     return 0
 

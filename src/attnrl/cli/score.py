@@ -12,7 +12,7 @@ say it, any other model gets the paper's.
 The output has one row per step: row (of the input, from 1), step, start, stop
 (token range in the response), text, fci, entropy (mean over the step's tokens,
 nats), position_null (the FCI of uniform attention), thinking, branch_point, and
-why a step is none.
+why a step is none; the file's metadata names the model, of a run its checkpoint.
 With --html also a page to look at: steps shaded by FCI, beside the position
 null, the entropy and the step-to-step attention of the head that decides.
 
@@ -38,6 +38,7 @@ from attnrl.cli.flags import read_flags, show
 from attnrl.cli.lines import check_folder, read_lines
 from attnrl.config import Section
 from attnrl.errors import DataError, MissingFileError
+from attnrl.launch.models import pin_model
 from attnrl.launch.scoring import Scored, position_correlations, score, score_settings
 from attnrl.types import counted
 
@@ -78,7 +79,8 @@ def main(argv: list[str]) -> int:
     flags, overrides = read_flags(ScoreFlags, argv, str(__doc__), short=SHORT)
     check_folder("output", flags.output)
     check_folder("html", flags.html)
-    where, config = score_settings(flags.model, overrides)
+    model = pin_model(flags.model, show)
+    where, config = score_settings(model, overrides)
     rows = read_rows(flags.input)
     import pyarrow.parquet as pq
 
@@ -86,11 +88,10 @@ def main(argv: list[str]) -> int:
         show(f"template from {where} where no flag says otherwise")
 
     metrics: dict[str, float] = {}
-    scored = score(flags.model, [row for _, row in rows], config=config, chat=flags.chat, metrics=metrics)
+    scored = score(model, [row for _, row in rows], config=config, chat=flags.chat, metrics=metrics)
     numbers = [number for number, _ in rows]
-    pq.write_table(
-        to_table({"row": n, **step} for n, s in zip(numbers, scored, strict=True) for step in s.steps), flags.output
-    )
+    steps = ({"row": n, **step} for n, s in zip(numbers, scored, strict=True) for step in s.steps)
+    pq.write_table(to_table(steps, model), flags.output)
     summary(Console(), flags.output, scored, metrics, config.algo.delta)
     if flags.html is not None:
         from attnrl.analysis.page import write_whole
@@ -98,7 +99,7 @@ def main(argv: list[str]) -> int:
 
         first = scored[: flags.html_rows]
         names = [f"{flags.input.name}, row {number}" for number in numbers[: len(first)]]
-        print(f"page: {write_whole(score_page(flags.model, first, names, config), flags.html)}")
+        print(f"page: {write_whole(score_page(model, first, names, config), flags.html)}")
     return 0
 
 
@@ -127,8 +128,8 @@ def _response(row: dict[str, Any]) -> dict[str, Any]:
     return {"problem": row["problem"], "response_ids": row["ids"]} if "kind" in row else row
 
 
-def to_table(rows: Iterable[dict[str, Any]]) -> pa.Table:
-    """The rows as a table of fixed types."""
+def to_table(rows: Iterable[dict[str, Any]], model: str) -> pa.Table:
+    """The rows as a table of fixed types, with the model that scored them in the file's metadata."""
     import pyarrow as pa
 
     schema = pa.schema(
@@ -144,7 +145,8 @@ def to_table(rows: Iterable[dict[str, Any]]) -> pa.Table:
             ("thinking", pa.bool_()),
             ("branch_point", pa.bool_()),
             ("why", pa.string()),
-        ]
+        ],
+        metadata={"model": model},
     )
     return pa.Table.from_pylist(list(rows), schema=schema)
 

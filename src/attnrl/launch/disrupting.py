@@ -18,7 +18,7 @@ from attnrl.backend import generate_by, score_by
 from attnrl.config import Config, check_taken, check_used
 from attnrl.errors import ConfigError
 from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
-from attnrl.launch.evaluating import DRAWN, settings_of
+from attnrl.launch.evaluating import DRAWN, begun_with, settings_of
 from attnrl.launch.models import (
     check_model,
     decoder,
@@ -26,6 +26,7 @@ from attnrl.launch.models import (
     load_tokenizer,
     open_engine,
     open_rewards,
+    pin_model,
     reward_keys,
 )
 from attnrl.launch.parts import FCI_KEYS, check_parts, segmenting
@@ -87,6 +88,7 @@ def disrupt(
     if config.engine.name != "local":
         raise ConfigError(f"engine.name = {config.engine.name!r}: hiding a step from later text needs the local engine")
     bound = check_parts(config)
+    model = pin_model(model, say, begun_with(output))
     engine, rewards, path = find_engine(config), open_rewards(config), check_model(model)
     check_taken(config, rewards.takes | FCI_KEYS)
     records, samples = evaluation_records(config), evaluation_samples(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,9 @@ from attnrl.launch.models import (
     load_tokenizer,
     open_engine,
     open_rewards,
+    pin_model,
     reward_keys,
+    run_of,
 )
 from attnrl.run import check_no_run
 from attnrl.types import Sampling
@@ -47,12 +49,13 @@ def evaluate(
     seed: int = 0,
     chunk: int = 512,
     progress: bool = True,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """pass@1 and pass@k of a model with intervals; without a `config`, by the settings it was trained with, or the
     paper's, with dotted `overrides` on top.
 
-    `model` is a directory, a hub name, "demo", or a run directory (its newest checkpoint). With `output` the responses
-    are kept there as they come, and the same call goes on after an interruption.
+    `model` is a directory, a hub name, "demo", or a run directory: its newest checkpoint, which is said and recorded.
+    With `output` the responses are kept there as they come, and the same call goes on after an interruption.
     """
     from attnrl.evaluation import check_samples
     from attnrl.evaluation import evaluate as measure
@@ -65,6 +68,7 @@ def evaluate(
     if output is not None:
         check_no_run(Path(output))
     wanted = config.evaluation
+    model = pin_model(model, say, begun_with(output))
     engine, rewards, path = find_engine(config), open_rewards(config), check_model(model)
     check_taken(config, rewards.takes)
     samples = evaluation_samples(config)
@@ -95,6 +99,13 @@ def evaluate(
         )
 
 
+def begun_with(output: str | Path | None) -> str:
+    """The model of the work that was begun in an output directory; empty where there is none."""
+    file = Path(output or "") / "settings.json"
+    begun: str = json.loads(file.read_text("utf-8")).get("model", "") if output and file.is_file() else ""
+    return begun
+
+
 def evaluation_settings(model: str, overrides: Mapping[str, Any] | None = None) -> tuple[str, Config]:
     """`settings_of`; raises where an override is a key that an evaluation does not take."""
     where, config = settings_of(model, overrides)
@@ -105,17 +116,14 @@ def evaluation_settings(model: str, overrides: Mapping[str, Any] | None = None) 
 def settings_of(model: str, overrides: Mapping[str, Any] | None = None) -> tuple[str, Config]:
     """Where it is written how a model is evaluated, empty for the defaults; and that config with overrides on top.
 
-    "demo" takes the preset of that name; a run directory, or a checkpoint in it, its run's config; a model of `attnrl
-    warmup` its tasks; any other model the paper's settings.
+    "demo" takes the preset of that name; a run directory, or a checkpoint in it (its best too), its run's config; a
+    model of `attnrl warmup` its tasks; any other model the paper's settings.
     """
-    path = Path(model)
-    inside = path.is_dir() and path.absolute().match("checkpoints/*/model")
-    run = path.absolute().parents[2] if inside else path
     if model == "demo":
         return "preset demo", load_config("demo", overrides)
-    if (run / "checkpoints").is_dir() and (file := run / "config.json").is_file():
+    if (run := run_of(model)) is not None and (file := run / "config.json").is_file():
         return str(file), load_config(str(file), overrides)
-    file = path / "warmup.json"
+    file = Path(model) / "warmup.json"
     made = json.loads(file.read_text("utf-8")) if file.is_file() else {}
     if "task" in made:  # not warmed up on rows of one's own
         tasks = {f"data.tasks.{key}": value for key, value in made["task"].items()}

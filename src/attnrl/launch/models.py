@@ -154,8 +154,39 @@ def newest_model(name: str) -> str:
     return str(found[-1] / "model")
 
 
+def pin_model(name: str, say: Callable[[str], None], begun: str = "") -> str:
+    """The model that a name stands for from now on, which is what is recorded. A run directory stands for its newest
+    checkpoint, and that is said: the run may train on. What was `begun` with an older one of it keeps that.
+    """
+    path = newest_model(name)
+    if name == "demo" or path == name:
+        return name
+    if begun and Path(begun).parent.parent == Path(name) / "checkpoints":
+        say(f"{name} stands for {begun}, as at the beginning" + ("" if begun == path else f"; its newest is {path}"))
+        return begun
+    say(f"{name} stands for its newest checkpoint, {path}")
+    return path
+
+
 def check_model(name: str) -> str:
     """Where a model is; raises where a local path holds none. Loads nothing."""
     from attnrl.local.models import check_model_path
 
-    return check_model_path(newest_model(name))
+    path = newest_model(name)
+    run = run_of(path)
+    if run is not None and not Path(path).is_dir():
+        there = listed(str(found / "model") for found in Run(run).checkpoints)
+        raise MissingFileError(
+            f"no model {path}: the run {run} keeps its newest checkpoints alone (run.keep_checkpoints); it has {there}"
+        )
+    return check_model_path(path)
+
+
+def run_of(model: str) -> Path | None:
+    """The run directory that a model's name means, by itself or by a checkpoint in it; None for any other model."""
+    path = Path(model)
+    place = path.absolute()
+    runs = [path]
+    runs += [place.parents[2]] if place.match("checkpoints/[0-9]*/model") else []
+    runs += [place.parents[1]] if place.match("best/model") else []
+    return next((run for run in runs if (run / "checkpoints").is_dir()), None)

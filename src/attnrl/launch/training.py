@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -31,6 +32,7 @@ from attnrl.launch.models import (
     newest_model,
     open_engine,
     open_rewards,
+    pin_model,
 )
 from attnrl.launch.parts import build_parts, check_parts, segmenting, taken_by
 from attnrl.run import check_run, last_recorded, open_run, read_metrics
@@ -99,7 +101,7 @@ def train(
     if not str(run_dir):
         raise ConfigError("say where the run is written: run_dir (--run-dir DIRECTORY)")
     run_dir = Path(run_dir)
-    config = resolve(config, run_dir, resume=resume, overrides=overrides)
+    config = resolve(config, run_dir, resume=resume, overrides=overrides, say=say)
     ready = make_ready(config)
     values = config.model_dump(mode="json")
     state = check_run(run_dir, values, resume=resume)
@@ -136,23 +138,30 @@ def train(
 
 
 def resolve(
-    config: Config | str | Path | None, run_dir: Path, *, resume: bool, overrides: Mapping[str, Any] | None = None
+    config: Config | str | Path | None,
+    run_dir: Path,
+    *,
+    resume: bool,
+    overrides: Mapping[str, Any] | None = None,
+    say: Say,
 ) -> Config:
     """The config of a run: a preset's, or the run's own where it goes on; a run directory as model.path stands for its
     newest checkpoint, written out so that a resumed run starts from the same one.
     """
+    begun = run_dir / "config.json"
     if config is None:
         if not resume:
             raise ConfigError("give a preset, or --resume for a run that was begun; `attnrl presets` lists them")
-        if not (run_dir / "config.json").is_file():
+        if not begun.is_file():
             raise MissingFileError(f"--run-dir {run_dir} holds no run to go on with; give a preset to begin one")
-        config = load_config(str(run_dir / "config.json"), overrides)
+        config = load_config(str(begun), overrides)
     elif not isinstance(config, Config):
         config = load_config(str(config), overrides)
     elif overrides:
         raise ConfigError("give overrides with a preset's name; a Config is taken as it is")
-    path = newest_model(config.model.path)
-    if config.model.path == "demo" or path == config.model.path:
+    before = json.loads(begun.read_text("utf-8"))["model"]["path"] if resume and begun.is_file() else ""
+    path = pin_model(config.model.path, say, before)
+    if path == config.model.path:
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
