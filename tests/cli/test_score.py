@@ -1,6 +1,7 @@
 """attnrl score on a tiny saved model."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from attnrl.evaluation.results import Response
 from attnrl.launch.scoring import score_settings
 from attnrl.run import forest_table
 from attnrl.scoring import fci
+from attnrl.scoring.step_attention import deciding_head, step_attention
 from attnrl.types import (
     Attempt,
     Branch,
@@ -197,3 +199,36 @@ def test_a_file_that_is_no_parquet_is_named(model_path: Path, tmp_path: Path, ca
     (tmp_path / "rows.parquet").write_text("not this")
     assert call(model_path, tmp_path / "rows.parquet", "--output", str(tmp_path / "o.parquet")) == 2
     assert "rows.parquet: not a readable parquet file" in capsys.readouterr().err
+
+
+def test_the_page_s_maps_come_from_the_one_model_that_was_loaded(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads, load = [], AutoModelForCausalLM.from_pretrained
+
+    def counting(name, *args, **options):
+        loads.append(name)
+        return load(name, *args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counting)
+    rows = [{"prompt": "a + b?", "response": "".join(STEPS)}, {"prompt": "b?", "response": "".join(STEPS[::-1])}]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = tmp_path / "page.html"
+    output = ["--output", str(tmp_path / "out.parquet"), "--delta", "2"]
+    assert call(model_path, source, *output, "--html", str(page), "--html-rows", "1") == 0
+    assert loads == [str(model_path)]
+    # by hand, from a model of its own: one character a token, the prompt's six before the steps
+    model = load(model_path).eval()
+    ids = [CHARACTERS.index(c) + 2 for c in rows[0]["prompt"] + rows[0]["response"]]
+    stops = (6 + np.cumsum([len(step) for step in STEPS])).tolist()
+    spans = list(zip([6, *stops[:-1]], stops, strict=True))
+    layer, head = deciding_head(fci(model, ids, spans, delta=2, reduce="none"))
+    (data,) = re.findall(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
+    (response,) = json.loads(data)["responses"]
+    assert (response["map"]["layer"], response["map"]["head"]) == (layer, head)
+    assert response["prompt"].replace(" ", "") == "a+b?"  # words of one character are shown apart
+    alpha = np.tril(step_attention(model, ids, spans, layer=layer, head=head), -1)
+    for row, found in enumerate(response["map"]["rows"]):
+        assert found == pytest.approx(alpha[row, : row + 1].tolist(), abs=1e-4)
+    assert alpha.max() > 0.01

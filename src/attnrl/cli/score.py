@@ -88,7 +88,9 @@ def main(argv: list[str]) -> int:
         show(f"template from {where} where no flag says otherwise")
 
     metrics: dict[str, float] = {}
-    scored = score(model, [row for _, row in rows], config=config, chat=flags.chat, metrics=metrics)
+    maps = flags.html_rows if flags.html is not None else 0
+    responses = [row for _, row in rows]
+    scored = score(model, responses, config=config, chat=flags.chat, maps=maps, metrics=metrics)
     numbers = [number for number, _ in rows]
     steps = ({"row": n, **step} for n, s in zip(numbers, scored, strict=True) for step in s.steps)
     pq.write_table(to_table(steps, model), flags.output)
@@ -97,9 +99,9 @@ def main(argv: list[str]) -> int:
         from attnrl.analysis.page import write_whole
         from attnrl.launch.looking import score_page
 
-        first = scored[: flags.html_rows]
+        first = scored[:maps]
         names = [f"{flags.input.name}, row {number}" for number in numbers[: len(first)]]
-        print(f"page: {write_whole(score_page(model, first, names, config), flags.html)}")
+        print(f"page: {write_whole(score_page(model, first, names, config.algo.delta), flags.html)}")
     return 0
 
 

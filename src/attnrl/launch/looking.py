@@ -1,42 +1,55 @@
-"""The score view of responses that `attnrl.score` scored: the head that decides needs one more look at the model."""
+"""The score view of responses that `attnrl.score` scored, with the step-to-step attention of the head that decides."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from attnrl.analysis.score_page import HeadMap, Response, build_score_page
-from attnrl.config import Config
-from attnrl.launch.models import check_model, load_tokenizer
-from attnrl.launch.scoring import Scored
+from attnrl.types import ScoreRequest, Scores, Scoring
+
+if TYPE_CHECKING:
+    from attnrl.backend import Backend
+    from attnrl.launch.scoring import Scored
 
 
-def score_page(model: str, scored: Sequence[Scored], names: Sequence[str], config: Config) -> str:
-    """The HTML page of these responses, each with the attention map of its deciding head. Paper: Fig. 2."""
-    from attnrl.local.models import load_weights
-
-    path = check_model(model)
-    weights = load_weights(path, device=config.engine.local.device, dtype=config.model.dtype)
-    tokenizer = load_tokenizer(path)
-    responses = []
-    for name, one in zip(names, scored, strict=True):
-        prompt = tokenizer.decode(one.prompt.tolist())
-        responses.append(Response(name, prompt, one.steps, head_map(weights, one, config)))
-    return build_score_page(model, responses, config.algo.delta)
+def score_page(model: str, scored: Sequence[Scored], names: Sequence[str], delta: int) -> str:
+    """The HTML page of these responses, each with its map. Paper: Fig. 2."""
+    rows = zip(names, scored, strict=True)
+    return build_score_page(model, [Response(name, one.text, one.steps, one.map) for name, one in rows], delta)
 
 
-def head_map(weights: Any, one: Scored, config: Config) -> HeadMap | None:
+def head_maps(
+    backend: Backend,
+    load: Callable[[], Any],
+    requests: Sequence[ScoreRequest],
+    scores: Sequence[Scores],
+    scoring: Scoring,
+) -> list[HeadMap | None]:
+    """The map of each response, from the weights the engine holds; an engine that holds none in this process, or in a
+    way of its own, has them loaded.
+    """
+    from attnrl.local.backend import LocalBackend
+    from attnrl.local.models import plain
+
+    if not requests:
+        return []
+    weights = plain(backend.model) if isinstance(backend, LocalBackend) else load()
+    return [head_map(weights, *row, scoring) for row in zip(requests, scores, strict=True)]
+
+
+def head_map(weights: Any, request: ScoreRequest, scores: Scores, scoring: Scoring) -> HeadMap | None:
     """The step-to-step attention of the head that decides most steps; None where no step scores."""
     from attnrl.scoring import fci
     from attnrl.scoring.step_attention import deciding_head, step_attention
 
-    lead = len(one.prompt)
-    spans = [(lead + step["start"], lead + step["stop"]) for step in one.steps]
-    if not np.any(one.scores.fci > 0):
+    if not np.any(scores.fci > 0):
         return None
-    ids = np.concatenate([one.prompt, one.response])
-    heads = fci(weights, ids, spans, delta=config.algo.delta, key_reduce=config.algo.key_reduce, reduce="none")
+    lead = len(request.prompt)
+    spans = [(lead + step.start, lead + step.stop) for step in request.steps]
+    ids = np.concatenate([request.prompt, request.response])
+    heads = fci(weights, ids, spans, delta=scoring.delta, key_reduce=scoring.key_reduce, reduce="none")
     layer, head = deciding_head(heads)
     return HeadMap(layer, head, step_attention(weights, ids, spans, layer=layer, head=head))

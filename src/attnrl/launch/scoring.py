@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ import numpy as np
 from attnrl.algo.parts import read_by
 from attnrl.algo.promises import points_by
 from attnrl.algo.reasons import step_reasons
+from attnrl.analysis.score_page import HeadMap
 from attnrl.backend import metrics_by, score_by
 from attnrl.config import Config, check_taken, check_used, load_config
 from attnrl.errors import ConfigError, DataError
 from attnrl.launch.data import wording
 from attnrl.launch.evaluating import settings_of
+from attnrl.launch.looking import head_maps
 from attnrl.launch.models import check_model, find_engine, load_tokenizer, open_engine
 from attnrl.launch.parts import FCI_KEYS, check_parts, segmenting, taken_by
 from attnrl.types import Ids, Prompt, Rollout, ScoreRequest, Scores, Scoring, Trunk, Verdict, as_ids
@@ -44,6 +48,8 @@ class Scored:
     response: Ids
     scores: Scores
     steps: list[dict[str, Any]]  # step, start, stop, text, fci, entropy, position_null, thinking, branch_point, why
+    text: str  # of the prompt
+    map: HeadMap | None = None  # the attention of the head that decides, where it was asked for
 
 
 def score(
@@ -53,19 +59,23 @@ def score(
     config: Config | None = None,
     overrides: Mapping[str, Any] | None = None,
     chat: bool = False,
+    maps: int = 0,
     metrics: dict[str, float] | None = None,
 ) -> list[Scored]:
     """Log-probs, entropy and FCI of each response, its steps, and where the config's rule would branch.
 
     A response is a pair (prompt, response) or a row with those fields, or with `prompt_ids` and `response_ids`, or with
     `problem`, which then gets the template of [data] (without a `config` the one that the model was trained with) and
-    the model's chat template. `chat`: prompts are a user's words and get the chat template. `metrics` is filled with
-    what the engine says of the pass. Paper: Eq. 4-7.
+    the model's chat template. `chat`: prompts are a user's words and get the chat template. The first `maps`
+    responses get the step-to-step attention of the head that decides. `metrics` is filled with what the engine says of
+    the pass. Paper: Eq. 4-7.
     """
     if config is None:
         config = score_settings(str(model), overrides)[1]
     elif overrides:
         raise ConfigError("give overrides or a whole config, not both")
+    from attnrl.local.models import load_weights
+
     bound = check_parts(config)
     check_taken(config, taken_by(config, bound) | FCI_KEYS)
     engine, path = find_engine(config), check_model(str(model))
@@ -83,14 +93,16 @@ def score(
         found = score_by(backend, requests, scoring)
         if metrics is not None:
             metrics.update(metrics_by(backend))
+        load = partial(load_weights, path, device=config.engine.local.device, dtype=config.model.dtype)
+        drawn = head_maps(backend, load, requests[:maps], found[:maps], scoring)
 
     def decode(ids: Ids) -> str:
         text: str = tokenizer.decode(ids.tolist())
         return text
 
     return [
-        Scored(r.prompt, r.response, s, step_records(r, s, decode, bound["rule"], config))
-        for r, s in zip(requests, found, strict=True)
+        Scored(r.prompt, r.response, s, step_records(r, s, decode, bound["rule"], config), decode(r.prompt), m)
+        for r, s, m in zip_longest(requests, found, drawn)
     ]
 
 
