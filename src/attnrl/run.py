@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -189,8 +189,10 @@ def check_no_run(path: Path) -> None:
         raise ConfigError(f"--output {path} is a run directory; name another, for example {path / 'results'}")
 
 
-def open_run(path: Path, config: dict[str, Any], *, resume: bool) -> Run:
-    """A run directory, new or to be resumed; one that `check_run` refuses, or that is in use, is refused."""
+def open_run(path: Path, config: dict[str, Any], *, resume: bool, rule: Mapping[str, Any] | None = None) -> Run:
+    """A run directory, new or to be resumed; one that `check_run` refuses, or that is in use, is refused. What the
+    rule declares of itself is recorded: a reader need not have the user's file.
+    """
     check_run(path, config, resume=resume)
     try:
         for folder in ("checkpoints", "forests"):
@@ -199,7 +201,9 @@ def open_run(path: Path, config: dict[str, Any], *, resume: bool) -> Run:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (path / "config.tmp").write_text(json.dumps(config, indent=2) + "\n")
         (path / "config.tmp").replace(path / "config.json")
-        (path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+        (path / "environment.json").write_text(
+            json.dumps(environment() | ({"rule": rule} if rule else {}), indent=2) + "\n"
+        )
     except OSError as error:
         raise _refused(path, error) from None
     return Run(path, lock)

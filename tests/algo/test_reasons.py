@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnrl.algo.branching import candidates, fci
-from attnrl.algo.reasons import PROMPT_REASONS, STEP_REASONS, TREE_REASONS, explain, kind_of, step_reasons
+from attnrl.algo.reasons import (
+    PROMPT_REASONS,
+    STEP_REASONS,
+    TREE_REASONS,
+    declared_by,
+    explain,
+    kind_of,
+    step_reasons,
+)
+from attnrl.algo.rules import RULES
 from attnrl.types import Rollout, Scores, Step, Tree, Trunk, Verdict, as_floats, as_ids
 
 
@@ -44,6 +54,24 @@ class TestSteps:
         trunk = build.trunk(6, 1.0, starts=(2, 4), fci=[np.nan] * 3)
         assert step_reasons(trunk, (3,), by_fci=False) == ("first", "point", "rule")
         assert step_reasons(trunk, (3,)) == ("first", "point", "unscored")
+
+    def test_a_rule_that_reads_fci_in_its_own_way_is_not_explained_by_the_quantile(self, build):
+        trunk = build.trunk(6, 1.0, starts=(1, 2, 3, 4, 5), fci=[0, 1, 9, 2, 3, 0])
+        mine = {"by_quantile": False, "delta": 2, "top_fraction": 0.3}
+        assert step_reasons(trunk, (1,), **mine) == (
+            *("first", "point", "rule", "rule", "near_end: 1 of 2 steps follow", "near_end: 0 of 2 steps follow"),
+        )
+        assert kind_of(step_reasons(trunk, (1,), delta=2, top_fraction=0.3)[2]) == "later"  # by Eq. 7
+
+    def test_what_rules_declare(self):
+        declared = {name: declared_by(partial(rule)) for name, rule in RULES.items()}
+        assert [name for name, said in declared.items() if said["by_quantile"]] == ["fci"]
+        assert {name for name, said in declared.items() if "fci" in said["reads"]} == {
+            "fci",
+            "fci_residual",
+            "fci_mean",
+        }
+        assert declared_by(lambda prompt, trunk, rng: ())["reads"] == ["entropy", "fci", "logprobs"]
 
     @given(st.lists(st.integers(0, 9), min_size=1, max_size=14), st.integers(1, 3), st.integers(0, 4), st.data())
     def test_they_agree_with_the_rule(self, scores, points, gap, data):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,22 @@ def test_reasons_on_record_and_derived() -> None:
     page = forest_page(rows, record(estimator="tree"))
     assert (page["reason"], page["recorded"]) == ("filtered: mean FCI 0.1 under 0.2", True)
     assert [tree["reason"] for tree in page["trees"]] == ["filtered", "filtered"]
+
+
+@pytest.mark.parametrize(
+    ("declared", "last"),
+    [
+        (None, "not_branched"),  # an old run, a rule of the user's own: nothing is known of it
+        ({"reads": [], "by_quantile": False}, "not_branched"),
+        ({"reads": ["fci"], "by_quantile": True}, "near_end: 0 of 1 steps follow"),
+    ],
+)
+def test_the_reasons_of_steps_go_by_what_the_rule_declared_not_by_its_name(
+    declared: dict[str, object] | None, last: str
+) -> None:
+    known = replace(record(rule="mine:rule", delta=1), environment={"rule": declared} if declared else {})
+    page = forest_page(rows_of(forest()), known)
+    assert [step[4] for step in page["trees"][1]["steps"]] == ["first", "not_branched", last]
 
 
 def test_right_is_what_the_verdict_says_not_the_reward(tmp_path: Path) -> None:

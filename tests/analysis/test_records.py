@@ -48,6 +48,27 @@ def test_whether_a_run_branches_is_what_its_rule_declares(
     assert read_run(tmp_path).branches is branches
 
 
+MINE = {"reads": ["fci", "logprobs"], "by_quantile": True}
+NOTHING = {"reads": [], "by_quantile": False}
+
+
+@pytest.mark.parametrize(
+    ("rule", "recorded", "known"),
+    [
+        ("mine:rule", MINE, MINE),
+        ("fci", NOTHING, NOTHING),  # what is on record goes before the name
+        ("fci", None, {"reads": ["fci"], "by_quantile": True}),  # a run from before it was recorded
+        ("step_entropy", None, {"reads": ["entropy"], "by_quantile": False}),
+        ("mine:rule", None, NOTHING),
+    ],
+)
+def test_what_a_rule_reads_is_what_it_declared(
+    tmp_path: Path, rule: str, recorded: dict[str, object] | None, known: dict[str, object]
+) -> None:
+    open_run(tmp_path, {"algo": {"rule": rule}}, resume=False, rule=recorded)
+    assert read_run(tmp_path, begun=False).rule == known
+
+
 def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(b'{"iteration": 1}\n{"iteration": 2, "policy/lo\xc3')

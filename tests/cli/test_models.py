@@ -76,6 +76,8 @@ def test_what_began_with_a_run_s_checkpoint_goes_on_with_it_when_the_run_has_mov
     train("demo", "b", resume=True, overrides={**b, "run.iterations": 2}, say=said.append)
     assert f"a stands for {first}, as at the beginning; its newest is {second}" in said
     assert json.loads(Path("b/config.json").read_text())["model"]["path"] == first
+    environment = json.loads(Path("b/environment.json").read_text())
+    assert environment["rule"] == {"reads": ["fci"], "by_quantile": True}
     assert cli.run(evaluation) == 0
     assert json.loads(Path("results/results.json").read_text())["settings"]["model"] == first
     assert pq.read_schema("scores.parquet").metadata[b"model"].decode() == first

@@ -102,6 +102,10 @@ def fci(
     return tuple(sorted(steps[k].start for k in chosen))
 
 
+# Whether steps are left out by the quantile of Eq. 7, which reasons then say; a rule that does not say has other ways.
+fci.by_quantile = True  # type: ignore[attr-defined]
+
+
 def _top_tokens(scores: Floats, points: int) -> tuple[int, ...]:
     """The `points` highest-scoring token offsets, the first and the last token left out; ties to the earlier."""
     inner = scores[1:-1]

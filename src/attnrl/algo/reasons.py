@@ -7,11 +7,12 @@ of steps follow from the trunk and the knobs of the rule.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from attnrl.algo.branching import candidates, top_steps
+from attnrl.algo.parts import read_by
 from attnrl.types import Branch, Forest, Tree, Trunk, counted
 
 STEP_REASONS = {
@@ -125,11 +126,23 @@ def prompt_reason(forest: Forest, *, taught: bool) -> str:
     return said("all_right" if right else "all_wrong", counted(len(leaves), "response"))
 
 
+def declared_by(rule: Callable[..., Any]) -> dict[str, Any]:
+    """What a rule declares of itself that the reasons of steps rest on; it is recorded with the run.
+
+    >>> from attnrl.algo.branching import fci
+    >>> declared_by(fci)
+    {'reads': ['fci'], 'by_quantile': True}
+    """
+    plain = getattr(rule, "func", rule)
+    return {"reads": sorted(read_by(plain)), "by_quantile": bool(getattr(plain, "by_quantile", False))}
+
+
 def step_reasons(
     trunk: Trunk,
     points: Collection[int],
     *,
     by_fci: bool = True,
+    by_quantile: bool = True,
     delta: int = 4,
     top_fraction: float = 0.2,
     min_gap_tokens: int = 0,
@@ -138,12 +151,13 @@ def step_reasons(
 ) -> tuple[str, ...]:
     """For each step of a trunk whether it is a branch point, and if not, why not. `points`: those of its tree.
 
-    A point inside a step makes that step a branch point. Without FCI in the rule (`by_fci`), the steps no rule may
-    take keep their reason, and the others say that the rule chose other places.
+    A point inside a step makes that step a branch point. Where the rule does not read FCI (`by_fci`), the steps no
+    rule may take keep their reason, and the others say that the rule chose other places; so do those of a rule that
+    reads it and does not go by the quantile of Eq. 7 (`by_quantile`), but for the steps whose FCI is 0 by definition.
     """
-    steps, scores = trunk.steps, trunk.scores.fci
+    steps, scores, by_quantile = trunk.steps, trunk.scores.fci, by_fci and by_quantile
     scored = bool((scores == scores).all())
-    high = set(top_steps(scores, steps, top_fraction=top_fraction, mode=mode)) if by_fci and scored else set()
+    high = set(top_steps(scores, steps, top_fraction=top_fraction, mode=mode)) if by_quantile and scored else set()
     allowed = set(candidates(steps))
     lead = prompt_tokens if mode == "released" else 0
 
@@ -161,7 +175,7 @@ def step_reasons(
             return said("near_end", f"{len(steps) - 1 - k} of {delta} steps follow")
         if not points:
             return "not_branched"
-        if not by_fci:
+        if not by_quantile:
             return "rule"
         if k not in high:
             return "low"

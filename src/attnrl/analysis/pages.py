@@ -134,7 +134,8 @@ def tree_step_reasons(tree: Tree, record: RunRecord) -> tuple[str, ...]:
     return step_reasons(
         tree.trunk,
         {branch.point for branch in tree.branches},
-        by_fci=record.setting("algo.rule") == "fci",
+        by_fci="fci" in record.rule["reads"],
+        by_quantile=record.rule["by_quantile"],
         delta=record.setting("algo.delta", 4),
         top_fraction=record.setting("algo.top_fraction", 0.2),
         min_gap_tokens=record.setting("algo.min_gap_tokens", 0),

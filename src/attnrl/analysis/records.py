@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attnrl.algo.adaptive import most_points
+from attnrl.algo.reasons import declared_by
 from attnrl.algo.rules import RULES
 from attnrl.errors import DataError, MissingFileError
 
@@ -40,6 +41,15 @@ class RunRecord:
         declared = [row["trees/most_points"] for row in self.metrics if "trees/most_points" in row]
         rule = RULES.get(str(self.setting("algo.rule")))
         return (declared[-1] if declared else rule and most_points(rule)) != 0
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """What the run's rule declares of itself, as recorded, or as a rule of ours does where nothing is on record."""
+        ours = RULES.get(str(self.setting("algo.rule")))
+        found: dict[str, Any] = self.environment.get("rule") or (
+            declared_by(ours) if ours is not None else {"reads": [], "by_quantile": False}
+        )
+        return found
 
     @property
     def preset(self) -> str | None:

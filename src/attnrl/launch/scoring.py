@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from attnrl.algo.parts import read_by
 from attnrl.algo.promises import points_by
-from attnrl.algo.reasons import step_reasons
+from attnrl.algo.reasons import declared_by, step_reasons
 from attnrl.analysis.score_page import HeadMap
 from attnrl.backend import metrics_by, score_by
 from attnrl.config import Config, check_taken, check_used, load_config
@@ -207,10 +206,12 @@ def step_records(
     rollout = Rollout(request.response, scores.logprobs, "stop", 0)
     trunk = Trunk(rollout, Verdict(0.0, "none"), request.steps, scores)
     chosen = points_by(rule, prompt, trunk, np.random.default_rng(0))
+    declared = declared_by(rule)
     reasons = step_reasons(
         trunk,
         chosen,
-        by_fci="fci" in read_by(rule),
+        by_fci="fci" in declared["reads"],
+        by_quantile=declared["by_quantile"],
         delta=algo.delta,
         top_fraction=algo.top_fraction,
         min_gap_tokens=algo.min_gap_tokens,

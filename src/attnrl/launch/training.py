@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnrl.algo.parts import find
+from attnrl.algo.reasons import declared_by
 from attnrl.config import Config, check_taken, load_config
 from attnrl.console import console_line
 from attnrl.errors import ConfigError, MissingFileError
@@ -115,7 +116,7 @@ def train(
     stream = prompt_stream(config, records, tokenizer, say)
     held_out_prompts = evaluation_prompts(config, held_out, tokenizer)
     with (
-        closing(open_run(run_dir, values, resume=resume)) as run,
+        closing(open_run(run_dir, values, resume=resume, rule=declared_by(ready.bound["rule"]))) as run,
         ready.rewards as rewards,
         open_engine(ready.engine, config, ready.model, tokenizer, run_dir=run_dir) as backend,
     ):
