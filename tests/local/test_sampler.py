@@ -118,8 +118,9 @@ def test_the_same_tokens_for_any_number_of_rows(model: Any) -> None:
         {"rows": 1},
         {"rows": 7},
         {"rows": 64},
-        {"rows": 64, "check_every": 16},
-        {"rows": 5, "check_every": 3, "prefill_tokens": 10},
+        {"rows": 5, "prefill_tokens": 10},
+        {"rows": 64, "paged": True, "check_every": 16},
+        {"rows": 5, "paged": True, "check_every": 3, "prefill_tokens": 10},
     ]
     runs = [Sampler(model, stop_ids=STOPS, **s).generate(requests, Sampling(), version=0) for s in settings]
     alone = Sampler(model, stop_ids=STOPS)
@@ -308,6 +309,8 @@ def test_rope_that_changes_with_the_length_of_a_batch_is_limited() -> None:
 def test_bad_settings_and_models_are_named(qwen2: Any) -> None:
     with pytest.raises(ConfigError, match="rows = 0"):
         Sampler(qwen2, stop_ids=STOPS, rows=0)
+    with pytest.raises(ConfigError, match="prefill_tokens = 0"):
+        Sampler(qwen2, stop_ids=STOPS, prefill_tokens=0)
     with pytest.raises(ConfigError, match="stop id 61"):
         Sampler(qwen2, stop_ids=[61])
     with pytest.raises(ConfigError, match="cuda_graphs"):
@@ -331,13 +334,6 @@ def test_learned_positions_work_too() -> None:
     model = GPT2LMHeadModel(config).eval()
     rng = np.random.default_rng(0)
     requests = [Request(as_ids(rng.integers(0, VOCABULARY, n)), 48 - n, n) for n in (40, 45, 47, 20, 2)]
-    rollouts = Sampler(model, stop_ids=STOPS, check_every=16).generate(requests, Sampling(), version=0)
+    rollouts = Sampler(model, stop_ids=STOPS, paged=True, check_every=16).generate(requests, Sampling(), version=0)
     for request, rollout in zip(requests, rollouts, strict=True):
         np.testing.assert_allclose(rollout.logprobs, plain_logprobs(model, request, rollout, Sampling()), atol=1e-4)
-
-
-def test_a_progress_bar_says_how_fast(qwen2: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    sampler = Sampler(qwen2, stop_ids=STOPS, progress=True)
-    sampler.generate(forest_requests(), Sampling(), version=0)
-    assert sampler.stats.tokens_per_second > 0
-    assert capsys.readouterr().out == ""  # the bar goes to the error stream

@@ -162,20 +162,18 @@ class PagedBatch:
 
     # Admitting requests
 
-    def admit(self, sampling: Sampling) -> int:
-        """Lets waiting requests run where enough rows and pages are free; returns the tokens drawn."""
-        drawn, rows = 0, self.stats.rows
+    def admit(self, sampling: Sampling) -> None:
+        """Lets waiting requests run where enough rows and pages are free."""
+        rows = self.stats.rows
         if self.table.count and rows - self.table.count < max(1, rows // 16):
-            return 0  # admitting one by one would run a prefill for every step
+            return  # admitting one by one would run a prefill for every step
         while self.waiting and self.table.count < rows:
             taken = self._prefill(self.waiting[: rows - self.table.count], sampling)
             if not taken:
                 break
-            drawn += taken
             del self.waiting[:taken]
         if not self.waiting:
             self._forget_carry()
-        return drawn
 
     def _prefill(self, candidates: list[int], sampling: Sampling) -> int:
         """Prefills as many candidates as fit into one forward and the pool; returns how many."""
@@ -251,13 +249,13 @@ class PagedBatch:
 
     # Drawing
 
-    def advance(self, sampling: Sampling) -> int:
-        """Draws up to `check_every` tokens for each running row and lets ended rows go; returns the tokens kept."""
+    def advance(self, sampling: Sampling) -> None:
+        """Draws up to `check_every` tokens for each running row and lets ended rows go."""
         table = self.table
         steps = table.steps(self.check_every)
         self._make_room(steps)
         ids_RC, logprobs_RC = self._run(steps, sampling)
-        ended, drawn = table.advance(ids_RC, logprobs_RC, self._stops_V)
+        ended = table.advance(ids_RC, logprobs_RC, self._stops_V)
         self.stats.steps += steps
         self.stats.row_steps += steps * self._state.shape.rows
         if ended.any():
@@ -267,7 +265,6 @@ class PagedBatch:
             self._pages_RM[: len(kept)], self._held_R[: len(kept)] = self._pages_RM[kept], self._held_R[kept]
             table.keep(kept)
             self._state.look = 0
-        return drawn
 
     def _make_room(self, steps: int) -> None:
         """Gives every row the pages of its coming tokens; puts the last rows back where there are too few."""

@@ -63,18 +63,14 @@ class RowTable:
         left = self.limits[self.request[: self.count]] - self.drawn[: self.count]
         return min(most, int(left.max()))
 
-    def advance(
-        self, ids_RC: Ints, logprobs_RC: NDArray[np.float32], stops_V: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.bool_], int]:
-        """Keeps what all running rows have drawn; returns which have ended, bool [R], and how many tokens were kept."""
+    def advance(self, ids_RC: Ints, logprobs_RC: NDArray[np.float32], stops_V: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Keeps what all running rows have drawn; returns which have ended, bool [R]."""
         active, steps = slice(0, self.count), ids_RC.shape[1]
-        before = int(self.lengths_of.sum())
         ended = self.record(self.request[active].copy(), self.drawn[active], ids_RC, logprobs_RC, stops_V)
-        drawn_by_ended = int(self.lengths_of.sum()) - before - int(self.drawn[active][ended].sum())
         self.token[active] = ids_RC[:, -1]
         self.length[active] += steps
         self.drawn[active] += steps
-        return ended, drawn_by_ended + steps * int((~ended).sum())
+        return ended
 
     def state(self) -> Ints:
         """Newest token, its position, random stream and tokens drawn of each running row: [4, R]."""

@@ -18,8 +18,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from attnrl.attention.decoder import lone_from
 from attnrl.attention.interface import attending
@@ -41,8 +39,8 @@ class Batch(Protocol):
     table: RowTable
 
     def open(self, requests: Sequence[Request], stats: SamplerStats) -> None: ...
-    def admit(self, sampling: Sampling) -> int: ...
-    def advance(self, sampling: Sampling) -> int: ...
+    def admit(self, sampling: Sampling) -> None: ...
+    def advance(self, sampling: Sampling) -> None: ...
     def close(self) -> None: ...
     def rest(self) -> None: ...
     def release(self) -> None: ...
@@ -52,9 +50,9 @@ class Sampler:
     """Draws rollouts from a model. Weights may change between calls; the model object stays the same.
 
     `rows`: most requests that run at once (default 256 on CPU, 1024 on CUDA), fewer where `cache_bytes` (default 4
-    GiB on CPU, half the free memory on CUDA) would not hold them at full length. `check_every`: decode steps between
-    two looks for finished rows (default 1 on CPU, 16 on CUDA, where a look waits for the device); more than 1 also
-    fixes the shapes of steps to a few sizes. `cuda_graphs`: replay decode steps as CUDA graphs (default: on CUDA).
+    GiB on CPU, half the free memory on CUDA) would not hold them at full length. `paged`: keys and values in pages
+    (default: on CUDA). With pages, `check_every` decode steps lie between two looks for finished rows (default 16 on
+    CUDA, where a look waits for the device, 1 on CPU), and `cuda_graphs` replays them as graphs (default: on CUDA).
     None of these changes what is drawn. Cache and graphs are kept between calls; `release()` frees them.
     """
 
@@ -64,7 +62,6 @@ class Sampler:
         *,
         stop_ids: Sequence[int],
         rows: int | None = None,
-        progress: bool = False,
         cuda_graphs: bool | None = None,
         check_every: int | None = None,
         cache_bytes: int | None = None,
@@ -77,14 +74,10 @@ class Sampler:
         cuda = self.device.type == "cuda"
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self.rows = (1024 if cuda else 256) if rows is None else rows
-        self.progress = progress
-        self.check_every = (16 if cuda else 1) if check_every is None else check_every
-        self.prefill_tokens = (16384 if cuda else 8192) if prefill_tokens is None else prefill_tokens
-        for name, value in (
-            ("rows", self.rows),
-            ("check_every", self.check_every),
-            ("prefill_tokens", self.prefill_tokens),
-        ):
+        look = (16 if cuda else 1) if check_every is None else check_every
+        prefill = (16384 if cuda else 8192) if prefill_tokens is None else prefill_tokens
+        sizes: dict[str, Any] = {"rows": self.rows, "prefill_tokens": prefill}
+        for name, value in {**sizes, "check_every": look}.items():
             if value < 1:
                 raise ConfigError(f"{name} = {value}: must be at least 1")
         if cuda_graphs and not cuda:
@@ -93,11 +86,11 @@ class Sampler:
         self._shared_tokens = self._context_tokens = 0  # since the last call of `metrics`
         layers, dtype = self._probe_model()
         stops_V = self._stop_table(stop_ids)
-        sizes = {"rows": self.rows, "check_every": self.check_every, "prefill_tokens": self.prefill_tokens}
         self.batch: Batch
         if cuda if paged is None else paged:
             graphs = cuda if cuda_graphs is None else cuda_graphs
-            self.batch = PagedBatch(model, layers, dtype, stops_V, **sizes, cache_bytes=cache_bytes, cuda_graphs=graphs)
+            sizes |= {"check_every": look, "cuda_graphs": graphs}
+            self.batch = PagedBatch(model, layers, dtype, stops_V, **sizes, cache_bytes=cache_bytes)
         else:
             self.batch = SlotBatch(model, layers, dtype, stops_V, **sizes, cache_bytes=cache_bytes)
 
@@ -132,42 +125,25 @@ class Sampler:
         if not requests:
             return []
         begin = time.perf_counter()
-        with sampling_mode(self.model), self._progress_bar(len(requests)) as bar:
-            table = self._run(requests, sampling, bar)
+        with sampling_mode(self.model):
+            table = self._run(requests, sampling)
         stats.seconds = time.perf_counter() - begin
         stats.drawn_tokens = int(table.lengths_of.sum())
         self._shared_tokens += stats.saved_tokens
         self._context_tokens += stats.saved_tokens + stats.prefilled_tokens
         return [table.rollout(i, version) for i in range(len(requests))]
 
-    def _run(self, requests: Sequence[Request], sampling: Sampling, bar: Progress) -> RowTable:
+    def _run(self, requests: Sequence[Request], sampling: Sampling) -> RowTable:
         batch = self.batch
         batch.open(requests, self.stats)
-        task = bar.tasks[0].id
-        begin, drawn = time.perf_counter(), 0
         try:
             while batch.waiting or batch.table.count:
-                drawn += batch.admit(sampling)
+                batch.admit(sampling)
                 if batch.table.count:
-                    drawn += batch.advance(sampling)
-                if self.progress:
-                    rate = drawn / (time.perf_counter() - begin)
-                    bar.update(task, completed=batch.table.finished, rate=f"{rate:,.0f} tokens/s")
+                    batch.advance(sampling)
         finally:
             batch.close()
         return batch.table
-
-    def _progress_bar(self, requests: int) -> Progress:
-        columns = (
-            TextColumn("sampling"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-        )
-        bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not self.progress)
-        bar.add_task("sampling", total=requests, rate="")
-        return bar
 
     def _stop_table(self, stop_ids: Sequence[int]) -> NDArray[np.bool_]:
         table = np.zeros(self.vocabulary, np.bool_)

@@ -1,9 +1,9 @@
 """Running rows that own equal slots of one cache: what the sampler uses on a CPU.
 
-A row's keys and values are one run of memory, so attention needs no gathering; every row pays for the longest. On CUDA
-devices `batch.py` takes its place.
+A row's keys and values are one run of memory, so attention needs no gathering; every row pays for the longest. A look
+at the device costs nothing here, so there is one after every step. On CUDA devices `batch.py` takes its place.
 
-Shapes: R rows of the step, C steps between two looks from the host, V vocabulary.
+Shapes: R rows of the step, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnrl.attention.interface import attending
-from attnrl.attention.pages import Ints, LayerShape, bytes_per_token
+from attnrl.attention.pages import LayerShape, bytes_per_token
 from attnrl.attention.slots import Blocks, DecodeAttention, KVCache, row_blocks
 from attnrl.attention.trie import sorted_rows
 from attnrl.local.draw import draw, uniforms
 from attnrl.local.prefill import Carry, prefill
 from attnrl.local.rows import RowTable
-from attnrl.local.stats import SamplerStats, length_bucket, row_bucket
+from attnrl.local.stats import SamplerStats, length_bucket
 from attnrl.types import Request, Sampling, as_ids
 
 
@@ -32,8 +32,7 @@ class SlotBatch:
     """The rows that run, their cache and their state on the device.
 
     The state is four int64 vectors: the newest token of each row (drawn, not yet in the cache), its position, its
-    random stream, and how many tokens the row has drawn. With looks after several steps, rows beyond the running ones
-    are idle: they sit at position 0 and draw tokens nobody reads, so that shapes stay few.
+    random stream, and how many tokens the row has drawn.
     """
 
     def __init__(
@@ -44,29 +43,22 @@ class SlotBatch:
         stops_V: NDArray[np.bool_],
         *,
         rows: int,
-        check_every: int,
         prefill_tokens: int,
         cache_bytes: int | None,
     ) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         self.rows = rows
-        self.check_every = check_every
         self.prefill_tokens = prefill_tokens
         self.waiting: list[int] = []
         self.table = RowTable([], 0)
         self.stats = SamplerStats()
         self._layers, self._dtype, self._stops_V, self._cache_bytes = tuple(layers), dtype, stops_V, cache_bytes
-        # Between two looks a finished row runs on, and must not ask for a position the model does not have.
-        most = getattr(model.config, "max_position_embeddings", None)
-        self._last_position = None if check_every == 1 or most is None else most - 1
         self._cache: KVCache | None = None
         self._requests: Sequence[Request] = ()
         self._carry: Carry | None = None
         self._longest = 0
         self._state_4R = torch.zeros(4, 0, dtype=torch.int64, device=self.device)
-        self._ids_RC = torch.zeros(0, check_every, dtype=torch.int64, device=self.device)
-        self._logprobs_RC = torch.zeros(0, check_every, dtype=torch.float32, device=self.device)
 
     def rest(self) -> None:
         """The learner works next: the cache is as large as the rows were long, and stays."""
@@ -90,15 +82,13 @@ class SlotBatch:
         """Ends a call."""
         self._requests, self._carry = (), None
 
-    def admit(self, sampling: Sampling) -> int:
-        """Lets waiting requests run where enough rows are free; returns the tokens drawn."""
-        drawn, rows = 0, self.stats.rows
+    def admit(self, sampling: Sampling) -> None:
+        """Lets waiting requests run where enough rows are free."""
+        rows = self.stats.rows
         refill = max(1, rows // 8)  # admitting one by one would run a prefill for every step
         while self.waiting and (rows - self.table.count >= refill or not self.table.count):
             taken = self._prefill(self.waiting[: rows - self.table.count], sampling)
-            drawn += taken
             del self.waiting[:taken]
-        return drawn
 
     def _prefill(self, candidates: list[int], sampling: Sampling) -> int:
         """Prefills as many candidates as fit into one forward, draws their first token, lets the unfinished run."""
@@ -115,7 +105,7 @@ class SlotBatch:
         if len(goes_on):
             paths = [done.trie.paths[i] for i in goes_on]
             lengths = np.array([len(path) for path in paths], np.int64)
-            cache = self._cache_for(int(lengths.max()) + self.check_every)
+            cache = self._cache_for(int(lengths.max()) + 1)
             positions = np.concatenate([np.arange(n) for n in lengths])
             cache.fill(np.repeat(places[goes_on], lengths), positions, np.concatenate(paths), done.keys, done.values)
             self._tidy(cache)
@@ -124,68 +114,38 @@ class SlotBatch:
         self.stats.add_prefill(done.trie, time.perf_counter() - begin)
         return taken
 
-    def advance(self, sampling: Sampling) -> int:
-        """Draws up to `check_every` tokens for each running row and lets ended rows go; returns the tokens kept."""
+    def advance(self, sampling: Sampling) -> None:
+        """Draws a token for each running row and lets ended rows go."""
         table = self.table
-        running = table.count
-        active = slice(0, running)
-        steps = table.steps(self.check_every)
-        needed = int(table.length[active].max()) + steps
-        cache = self._cache_for(needed)
-        if self.check_every > 1:
-            blocks: Blocks = ((0, row_bucket(running, cache.rows), min(cache.capacity, length_bucket(needed))),)
-        else:
-            blocks = row_blocks(table.length[active], cache.capacity)
-        ids_RC, logprobs_RC = self._run(cache, steps, running, blocks, sampling)
-        ended, kept = table.advance(ids_RC, logprobs_RC, self._stops_V)
-        self.stats.steps += steps
-        self.stats.row_steps += steps * blocks[-1][1]
+        lengths = table.length[: table.count]
+        cache = self._cache_for(int(lengths.max()) + 1)
+        ids_R, logprobs_R = self._step(cache, row_blocks(lengths, cache.capacity), sampling)
+        self.stats.steps += 1
+        self.stats.row_steps += table.count
+        ended = table.advance(ids_R.cpu().numpy()[:, None], logprobs_R.cpu().numpy()[:, None], self._stops_V)
         if ended.any():
             source, target = table.remove(ended)
             if len(source):
                 cache.move(source, target, int(table.length[: table.count].max()))
             self._place()
-        return kept
 
-    def _run(
-        self, cache: KVCache, steps: int, running: int, blocks: Blocks, sampling: Sampling
-    ) -> tuple[Ints, NDArray[np.float32]]:
-        """Advances all rows by `steps` tokens; returns ids and log-probs [running, steps] of the running ones.
-
-        No running row may reach its block's span on the way.
-        """
-        rows = blocks[-1][1]
-        assert steps <= self.check_every
-        assert all(span <= cache.capacity for _, _, span in blocks)
-        if rows > running:
-            self._state_4R[1, running:rows] = 0
-        for column in range(steps):
-            self._step(cache, blocks, column, sampling)
-        ids_RC = self._ids_RC[:running, :steps].cpu().numpy()
-        return ids_RC, self._logprobs_RC[:running, :steps].cpu().numpy()
-
-    def _step(self, cache: KVCache, blocks: Blocks, column: int, sampling: Sampling) -> None:
-        """One token for each row."""
-        rows = blocks[-1][1]
-        tokens_R, lengths_R, streams_R, drawn_R = self._state_4R[:, :rows]
-        position_R = lengths_R if self._last_position is None else lengths_R.clamp(max=self._last_position)
+    def _step(self, cache: KVCache, blocks: Blocks, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """One token for each row and its log-prob, [R] each."""
+        tokens_R, lengths_R, streams_R, drawn_R = self._state_4R[:, : self.table.count]
         with attending(self.model, DecodeAttention(cache, lengths_R, blocks)):
             logits_R1V: Tensor = self.model(
-                input_ids=tokens_R[:, None], position_ids=position_R[:, None], use_cache=False
+                input_ids=tokens_R[:, None], position_ids=lengths_R[:, None], use_cache=False
             ).logits
         ids_R, logprobs_R = draw(logits_R1V[:, -1], uniforms(streams_R, drawn_R), sampling)
-        self._ids_RC[:rows, column] = ids_R
-        self._logprobs_RC[:rows, column] = logprobs_R
         tokens_R.copy_(ids_R)
-        self._state_4R[1::2, :rows].add_(1)  # position and count
+        self._state_4R[1::2, : self.table.count].add_(1)  # position and count
+        return ids_R, logprobs_R
 
     def _use(self, cache: KVCache | None) -> None:
         self._cache = cache
         rows = 0 if cache is None else cache.rows
         if rows != self._state_4R.shape[1]:
             self._state_4R = torch.zeros(4, rows, dtype=torch.int64, device=self.device)
-            self._ids_RC = torch.zeros(rows, self.check_every, dtype=torch.int64, device=self.device)
-            self._logprobs_RC = torch.zeros(rows, self.check_every, dtype=torch.float32, device=self.device)
 
     def _tidy(self, cache: KVCache) -> None:
         """Puts rows of similar length side by side where that saves a good part of the coming steps' attention."""
@@ -193,7 +153,7 @@ class SlotBatch:
         order = np.argsort(-lengths, kind="stable")
         pairs = [row_blocks(n, cache.capacity) for n in (lengths, lengths[order])]
         now, tidied = (sum((b - a) * span for a, b, span in blocks) for blocks in pairs)
-        if self.check_every == 1 and now > 1.2 * tidied:
+        if now > 1.2 * tidied:
             moved = np.flatnonzero(order != np.arange(self.table.count))
             cache.move(order[moved], moved, int(lengths.max()))
             self.table.move(order[moved], moved)
@@ -205,7 +165,7 @@ class SlotBatch:
     def _cache_for(self, needed: int) -> KVCache:
         """The cache, grown if `needed` positions do not fit: by half at least, to no more than the call can need."""
         cache = self._cache
-        most = length_bucket(self._longest + self.check_every)
+        most = length_bucket(self._longest + 1)
         if cache is None:
             cache = KVCache(self._layers, self.stats.rows, length_bucket(needed), self._dtype, self.device)
         elif cache.capacity < needed:
@@ -220,8 +180,7 @@ class SlotBatch:
 
     def _rows_for(self, requests: int) -> int:
         """How many rows may run at once: each must have room for the longest request."""
-        per_row = length_bucket(self._longest + self.check_every) * bytes_per_token(self._layers, self._dtype)
+        per_row = length_bucket(self._longest + 1) * bytes_per_token(self._layers, self._dtype)
         budget = 4 << 30 if self._cache_bytes is None else self._cache_bytes
         fitting = max(1, budget // per_row)
-        wanted = row_bucket(requests, self.rows) if self.check_every > 1 else min(requests, self.rows)
-        return min(wanted, fitting)
+        return min(requests, self.rows, fitting)

@@ -55,15 +55,6 @@ def length_bucket(tokens: int) -> int:
     return -(-tokens // grain) * grain
 
 
-def row_bucket(rows: int, most: int) -> int:
-    """`rows` rounded up to a power of two, at least 8, at most `most`.
-
-    >>> [row_bucket(n, 48) for n in (1, 9, 33)]
-    [8, 16, 48]
-    """
-    return min(most, max(8, 1 << (rows - 1).bit_length()))
-
-
 def step_rows(rows: int) -> int:
     """Rows of a step that has so many running: a power of two up to 256, then a multiple of 128.
 

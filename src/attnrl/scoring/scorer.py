@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.progress import Progress
 
 from attnrl.attention.decoder import check_head, lone_from
 from attnrl.attention.trie import bins_by_budget
@@ -98,7 +97,6 @@ def score(
     token_budget: int = TOKEN_BUDGET,
     chunk: int | None = None,
     fci: bool = True,
-    progress: bool = False,
     report: ScoreReport | None = None,
 ) -> list[Scores]:
     """Log-probs and entropy of the response tokens and FCI of their steps, in request order.
@@ -111,14 +109,12 @@ def score(
     lengths = [len(r.prompt) + len(r.response) for r in requests]
     report = report if report is not None else ScoreReport()
     results: list[Scores | None] = [None] * len(requests)
-    with torch.no_grad(), Progress(disable=not progress, transient=True) as bar:
-        task = bar.add_task("scoring", total=sum(lengths))
+    with torch.no_grad():
         for members in bins_by_budget(lengths, token_budget, lone_from(model)):
             pack = [requests[i] for i in members]
             scored = _score_pack(model, pack, delta, key_reduce, temperature, chunk, fci, report)
             for index, scores in zip(members, scored, strict=True):
                 results[index] = scores
-            bar.advance(task, sum(lengths[i] for i in members))
     return [scores for scores in results if scores is not None]
 
 
