@@ -24,23 +24,12 @@ BLOCK_ELEMENTS = 1 << 24  # ... their scores would be more than this: 64 MiB of 
 TRITON, TORCH_BLOCKS = "triton", "torch_blocks"
 
 
-class Sums(Protocol):
+class Sums(Collector, Protocol):
     """Collects one attention layer after the other; `best_S` is the max over layers and heads so far."""
 
     kinds: set[str]  # which implementations ran
     best_S: torch.Tensor
     heads_LHS: list[torch.Tensor]
-
-    def __call__(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        lse_HT: torch.Tensor | None,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> None: ...
 
 
 class BlockSums:
@@ -53,20 +42,9 @@ class BlockSums:
         self._weight_T = torch.from_numpy(plan.weight_T).to(device)
         self._qmin_T = torch.from_numpy(plan.qmin_T).to(device)
 
-    def __call__(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        lse_HT: torch.Tensor | None,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
+    def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, lse_HT: torch.Tensor | None, **shape: Any) -> None:
         q_THD, k_TKD = q_THD.to(self.best_S.device), k_TKD.to(self.best_S.device)  # a model may span devices
-        y_HS = step_scores(
-            q_THD, k_TKD, self.plan, self._weight_T, self._qmin_T, scale=scale, window=window, softcap=softcap
-        )
+        y_HS = step_scores(q_THD, k_TKD, self.plan, self._weight_T, self._qmin_T, **shape)
         if y_HS.numel():
             self.best_S = torch.maximum(self.best_S, y_HS.amax(0).to(self.best_S.dtype))
         if self.keep_heads:

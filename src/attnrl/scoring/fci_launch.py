@@ -111,21 +111,11 @@ class LayerSums:
             self._tables[size, window] = _send(key_blocks(self.plan, size, window), self.device)
         return self._tables[size, window]
 
-    def __call__(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        lse_HT: torch.Tensor | None,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
+    def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, lse_HT: torch.Tensor | None, **shape: Any) -> None:
         if not len(self.plan.step_S):
             return
         q_THD, k_TKD = (x.to(self.device) for x in (q_THD, k_TKD))  # a model may span devices
         q_THD, k_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_TKD))
-        shape: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             lse_HT = row_lse(q_THD, k_TKD, self.plan.lengths, **shape) if lse_HT is None else lse_HT.to(self.device)
             tile = self.tile or self._choose(q_THD, k_TKD, lse_HT, shape)

@@ -26,20 +26,11 @@ class HeadAttention:
         self.alpha_SS: NDArray[np.float32] = np.zeros((len(spans), len(spans)), dtype=np.float32)
         self._seen = 0
 
-    def __call__(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        lse_HT: torch.Tensor | None,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
+    def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, lse_HT: torch.Tensor | None, **shape: Any) -> None:
         if self._seen == self.layer:
             group = q_THD.shape[1] // k_TKD.shape[1]
             q_TD, k_TD = q_THD[:, self.head].float(), k_TKD[:, self.head // group].float()
-            self.alpha_SS = step_means(q_TD, k_TD, self.spans, scale=scale, window=window, softcap=softcap)
+            self.alpha_SS = step_means(q_TD, k_TD, self.spans, **shape)
         self._seen += 1
 
 
