@@ -206,7 +206,7 @@ def test_real_tokenizer_and_data():
         pytest.skip("ATTNRL_DATA is not set: the real tokenizer is not here")
     root = Path(os.environ["ATTNRL_DATA"])
     tokenizer = AutoTokenizer.from_pretrained(root / "tokenizers/ds_r1_distill_qwen")
-    rows = list(load_records(root / "train/deepscaler_train.parquet", limit=2000))
+    rows = list(load_records(root / "train/deepscaler_train.parquet"))[:2000]
     prompts, dropped = render_prompts(rows, tokenizer, max_prompt_tokens=256)
     assert len(prompts) + len(dropped) == 2000
     assert len(dropped.overlong) > 0

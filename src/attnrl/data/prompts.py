@@ -102,21 +102,14 @@ def render_benchmark(
     records: Sequence[Record],
     tokenizer: Any,
     *,
-    template: str = TEMPLATE,
     max_prompt_tokens: int = 4096,
-    system: str | None = None,
-    chat_options: Mapping[str, Any] | None = None,
+    **words: Any,
 ) -> list[Prompt]:
-    """The prompts of a benchmark, one per row: leaving a problem out would change it, so an over-long one raises."""
-    prompts, dropped = render_prompts(
-        records,
-        tokenizer,
-        template=template,
-        max_prompt_tokens=max_prompt_tokens,
-        system=system,
-        chat_options=chat_options,
-        unique=False,
-    )
+    """The prompts of a benchmark, one per row: leaving a problem out would change it, so an over-long one raises.
+
+    `words` are the template, system message and chat options of `render_prompts`.
+    """
+    prompts, dropped = render_prompts(records, tokenizer, max_prompt_tokens=max_prompt_tokens, unique=False, **words)
     if dropped:
         raise DataError(
             f"benchmark {name}: {len(dropped)} of {len(records)} prompts have more than {max_prompt_tokens} tokens, "
@@ -208,15 +201,11 @@ def _render_chats(texts: list[str], systems: list[str | None], tokenizer: Any, o
 def _token_ids(texts: list[str], tokenizer: Any, uses_chat: bool) -> list[list[int]]:
     if uses_chat:
         # the chat template wrote every special token itself; asking for them again would double the BOS token
-        return _plain_ids(tokenizer(texts, add_special_tokens=False))
-    ids = _plain_ids(tokenizer(texts, add_special_tokens=True))
+        return [list(row) for row in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    ids = [list(row) for row in tokenizer(texts, add_special_tokens=True)["input_ids"]]
     # a tokenizer may close a text with EOS; a prompt that ends so tells the model that the response is over
     eos = getattr(tokenizer, "eos_token_id", None)
     return [row[:-1] if len(row) > 1 and row[-1] == eos else row for row in ids]
-
-
-def _plain_ids(encoded: Any) -> list[list[int]]:
-    return [list(row) for row in encoded["input_ids"]]
 
 
 def _track(steps: range, label: str, shown: bool) -> Any:

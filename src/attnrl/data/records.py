@@ -110,15 +110,12 @@ def load_records(
     source: str | Path,
     *,
     split: str = "train",
-    limit: int | None = None,
-    allow_empty_answers: bool = False,
     strict: bool = False,
     columns: Mapping[Literal["problem", "answer"], str] | None = None,
 ) -> Records:
     """The records of a file, a directory or a hub data set.
 
-    A row without problem or answer is left out and kept in `skipped`; with `strict` it raises. `allow_empty_answers`
-    keeps rows without an answer, for sampling without grading. `limit` reads only the first rows. `columns` names the
+    A row without problem or answer is left out and kept in `skipped`; with `strict` it raises. `columns` names the
     columns of problem and answer where they have names of their own.
     """
     records: list[Record] = []
@@ -127,19 +124,17 @@ def load_records(
     unknown: DataError | None = None
     unseen: dict[str, None] = {}
     for row in iterate_rows(source, split):
-        if limit is not None and len(records) + len(skipped) >= limit:
-            break
         names = tuple(row.columns)
         if names not in layouts:
             try:
-                layouts[names] = find_layout(row, allow_empty_answers, columns)
+                layouts[names] = find_layout(row, columns)
             except DataError as error:
                 if strict:
                     raise
                 unknown = unknown or error
                 skipped.append(Skipped(row.where, "no column with a problem or an answer"))
                 continue
-        record = _record(row, str(source), layouts[names], allow_empty_answers)
+        record = _record(row, str(source), layouts[names])
         if isinstance(record, Record):
             records.append(record)
             unseen |= {n: None for n, v in row.columns.items() if _is_left_out(n, v, record, layouts[names])}
@@ -159,9 +154,7 @@ def load_records(
     return Records(tuple(records), str(source), layout, tuple(skipped), tuple(unseen))
 
 
-def find_layout(
-    row: Row, allow_empty_answers: bool = False, columns: Mapping[Literal["problem", "answer"], str] | None = None
-) -> tuple[str, ...]:
+def find_layout(row: Row, columns: Mapping[Literal["problem", "answer"], str] | None = None) -> tuple[str, ...]:
     """The columns that hold problem and answer: those named, a verl pair, body and question, or the first known names.
 
     >>> find_layout(Row("f:1", {"Question": "1+1?", "answer": "2 #### 2"}))
@@ -183,8 +176,8 @@ def find_layout(
         return ("body", "question", answer)
     others = (name for name in PROBLEM_COLUMNS if name in names and name != answer)
     problem = chosen.get("problem") or next(others, None)
-    if problem and (answer or allow_empty_answers):
-        return (problem, answer) if answer else (problem,)
+    if problem and answer:
+        return (problem, answer)
     raise DataError(
         f"{row.where}: unknown layout, columns found: {', '.join(row.columns) or 'none'}; known layouts: "
         f"prompt + reward_model (verl), body + question + answer, or a problem column ({', '.join(PROBLEM_COLUMNS)}) "
@@ -193,7 +186,7 @@ def find_layout(
     )
 
 
-def _record(row: Row, source: str, layout: tuple[str, ...], allow_empty_answers: bool) -> Record | Skipped:
+def _record(row: Row, source: str, layout: tuple[str, ...]) -> Record | Skipped:
     columns = {name.lower(): value for name, value in row.columns.items()}
     system = None
     if len(layout) == 3:
@@ -205,13 +198,13 @@ def _record(row: Row, source: str, layout: tuple[str, ...], allow_empty_answers:
         if text is None:
             return Skipped(row.where, f"{layout[0]} is no text and no chat that ends in one user message")
         problem = strip_instruction(text)
-        answers = parse_answers(columns[layout[1]], layout[1]) if len(layout) > 1 else ()
+        answers = parse_answers(columns[layout[1]], layout[1])
     if not problem.strip():
         return Skipped(row.where, "empty problem")
-    if not answers and not allow_empty_answers:
+    if not answers:
         return Skipped(row.where, "empty answer")
     # a struct may hold more than the answer: tests, a style, what a reward of one's own reads
-    whole = layout if len(layout) < 2 or not isinstance(columns[layout[-1]], dict) else layout[:-1]
+    whole = layout[:-1] if isinstance(columns[layout[-1]], dict) else layout
     return Record(problem.strip(), answers, source, row.where, other_columns(row.columns, whole), system)
 
 
