@@ -43,7 +43,7 @@ class CompareFlags(Section):
     """Where to write them; by default the terminal."""
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     options, _ = read_flags(CompareFlags, argv, str(__doc__), words="run_dirs")
     check_folder("output", options.output)
     records = [read_run(path, name) for path, name in named_runs(options.run_dirs)]
@@ -54,4 +54,3 @@ def main(argv: list[str]) -> int:
     else:
         options.output.write_text(text)
         print(options.output)
-    return 0

@@ -28,16 +28,15 @@ class ConfigFlags(Section):
     """one preset: attnrl config PRESET; `attnrl presets` lists them."""
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     if wants_help(argv):
         show(f"{__doc__}\nKeys, with their values in attnrl_1p5b:\n\n{describe_keys()}")
-        return 0
+        return
     flags, overrides = read_flags(ConfigFlags, argv, str(__doc__), short={}, words="preset")
     config = load_config(flags.preset, overrides)
     taken = {*taken_by(config, check_parts(config)), *(key for key in keys() if not key.startswith("algo."))}
     check_taken(config, taken)
     show(to_toml(config.model_dump(mode="json"), Config().model_dump(mode="json"), idle_keys(config, taken)))
-    return 0
 
 
 def to_toml(values: dict[str, Any], defaults: dict[str, Any], idle: Container[str] = (), prefix: str = "") -> str:

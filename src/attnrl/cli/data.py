@@ -48,12 +48,14 @@ class DataFlags(Section):
     """Row numbers to show for each finding; 0 shows all."""
 
 
-def main(argv: list[str]) -> int | None:
+def main(argv: list[str]) -> None:
     """Print the report; with --clean write the rows worth keeping."""
     options, _ = read_flags(DataFlags, argv, str(__doc__), words="files")
     check_folder("clean", options.clean)
     check_folder("json-file", options.json_file)
-    evals = [record for name in _names(options.against) for record in _benchmark(name, options.split)]
+    evals: list[Record] = []
+    for name in (one for given in options.against for one in (BENCHMARKS if given == "all" else [given])):
+        evals += load_benchmark(name) if name in BENCHMARKS else load_records(name, split=options.split)
     reports: list[dict[str, Any]] = []
     kept: list[Record] = []
     console = Console(stderr=True)
@@ -68,15 +70,6 @@ def main(argv: list[str]) -> int | None:
         options.json_file.write_text(json.dumps(reports, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if options.clean is not None:
         _write_clean(options.clean, kept, evals)
-    return 0
-
-
-def _names(against: tuple[str, ...]) -> list[str]:
-    return [name for given in against for name in (BENCHMARKS if given == "all" else [given])]
-
-
-def _benchmark(name: str, split: str) -> list[Record]:
-    return load_benchmark(name) if name in BENCHMARKS else list(load_records(name, split=split))
 
 
 def _report(records: Records, evals: list[Record], checked: bool) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class DemoFlags(Section):
     """Where it is written."""
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     flags, overrides = read_flags(DemoFlags, argv, str(__doc__), short={}, words="presets")
     names, output = flags.presets, flags.output
     configs = {name: load_config(name, overrides) for name in names}
@@ -59,7 +59,6 @@ def main(argv: list[str]) -> int:
     report = write_report(runs, place / "report.html")
     Console().print(summary(runs))
     show(f"report: {report}")
-    return 0
 
 
 def summary(runs: list[Path]) -> Table:

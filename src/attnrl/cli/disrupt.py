@@ -27,24 +27,12 @@ from pydantic import Field
 
 from attnrl.analysis.disruption import TYPES, Trial, summary
 from attnrl.analysis.page import finite, write_whole
+from attnrl.cli.eval import DRAWN
 from attnrl.cli.flags import read_flags, show
 from attnrl.config import Section
 from attnrl.errors import DataError, MissingExtraError
 
-SHORT = {
-    "benchmarks": "evaluation.benchmarks",
-    "samples": "evaluation.samples",
-    "temperature": "evaluation.temperature",
-    "top_p": "evaluation.top_p",
-    "max_tokens": "evaluation.max_response_tokens",
-    "task_count": "evaluation.tasks",
-    "template": "data.template",
-    "data_dir": "data.directory",
-    "delta": "algo.delta",
-    "rows": "engine.local.rows",
-    "device": "engine.local.device",
-    "dtype": "model.dtype",
-}
+SHORT = DRAWN | {"delta": "algo.delta"}
 
 
 class DisruptFlags(Section):
@@ -60,7 +48,7 @@ class DisruptFlags(Section):
     """Responses between two writes to the output directory."""
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     flags, overrides = read_flags(DisruptFlags, argv, str(__doc__), short=SHORT)
     from attnrl.launch.disrupting import disrupt
 
@@ -71,7 +59,6 @@ def main(argv: list[str]) -> int:
     write_whole(json.dumps(finite(found), indent=2) + "\n", flags.output / "results.json")
     show(table(found))
     show(draw(trials, flags.output))
-    return 0
 
 
 def draw(trials: list[Trial], output: Path) -> str:
@@ -103,10 +90,7 @@ def table(found: dict[str, Any]) -> str:
     lines += ["", "place of the hidden step, accuracy with it hidden:"]
     for number, row in enumerate(found["by_position"]):
         span = f"{20 * number:3} to {20 * (number + 1):3} %"
-        said = (
-            "no trial"
-            if not row["trials"]
-            else (f"{100 * row['accuracy']:.1f} [{100 * row['low']:.1f}, {100 * row['high']:.1f}] of {row['trials']}")
-        )
+        accuracy, low, high = (f"{100 * row[name]:.1f}" for name in ("accuracy", "low", "high"))
+        said = f"{accuracy} [{low}, {high}] of {row['trials']}" if row["trials"] else "no trial"
         lines.append(f"  {span}   {said}")
     return "\n".join(lines)

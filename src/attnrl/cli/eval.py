@@ -41,21 +41,23 @@ from attnrl.run import check_no_run
 if TYPE_CHECKING:
     from attnrl.evaluation import Report
 
-SHORT = {
+DRAWN = {  # what a command takes that draws responses to benchmarks
     "benchmarks": "evaluation.benchmarks",
     "samples": "evaluation.samples",
-    "k": "evaluation.ks",
     "temperature": "evaluation.temperature",
     "top_p": "evaluation.top_p",
     "max_tokens": "evaluation.max_response_tokens",
-    "max_prompt_tokens": "evaluation.max_prompt_tokens",
     "task_count": "evaluation.tasks",
     "template": "data.template",
     "data_dir": "data.directory",
-    "grade_truncated": "algo.grade_truncated",
     "rows": "engine.local.rows",
     "device": "engine.local.device",
     "dtype": "model.dtype",
+}
+SHORT = DRAWN | {
+    "k": "evaluation.ks",
+    "max_prompt_tokens": "evaluation.max_prompt_tokens",
+    "grade_truncated": "algo.grade_truncated",
 }
 
 
@@ -76,7 +78,7 @@ class EvalFlags(Section):
     """Responses drawn between two writes to the output directory."""
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     flags, overrides = read_flags(EvalFlags, argv, str(__doc__), short=SHORT)
     chosen = [name for name in ("model", "responses", "compare") if getattr(flags, name) is not None]
     if len(chosen) != 1:
@@ -88,10 +90,10 @@ def main(argv: list[str]) -> int:
     if flags.output is not None:
         check_no_run(flags.output)
     run = {"model": evaluate_model, "responses": evaluate_stored, "compare": compare_two}[chosen[0]]
-    return run(flags, overrides)
+    run(flags, overrides)
 
 
-def evaluate_model(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
+def evaluate_model(flags: EvalFlags, overrides: Mapping[str, Any]) -> None:
     """Draw, grade and report. Everything that can be wrong with the flags is found before the model loads."""
     from attnrl.launch import evaluate
     from attnrl.launch.evaluating import evaluation_settings
@@ -106,10 +108,9 @@ def evaluate_model(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
         show(f"settings from {where} where no flag says otherwise")
     report = evaluate(flags.model, config=config, output=flags.output, seed=flags.seed, chunk=flags.chunk, say=show)
     show_report(report, flags.output)
-    return 0
 
 
-def evaluate_stored(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
+def evaluate_stored(flags: EvalFlags, overrides: Mapping[str, Any]) -> None:
     """Grade stored responses and report."""
     from attnrl.data.benchmarks import load_benchmark
     from attnrl.evaluation import Report, grade_stored
@@ -129,10 +130,9 @@ def evaluate_stored(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
     if flags.output is not None:
         report.save(flags.output)
     show_report(report, flags.output)
-    return 0
 
 
-def compare_two(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
+def compare_two(flags: EvalFlags, overrides: Mapping[str, Any]) -> None:
     """Print the paired differences, and write them as JSON and Markdown where --output says."""
     from attnrl.evaluation.compare import compare, comparison_rows
     from attnrl.evaluation.results import markdown
@@ -148,7 +148,6 @@ def compare_two(flags: EvalFlags, overrides: Mapping[str, Any]) -> int:
         text = json.dumps({"a": str(a), "b": str(b), "comparisons": rows}, indent=2)
         (flags.output / "comparison.json").write_text(text + "\n", encoding="utf-8")
         (flags.output / "comparison.md").write_text(markdown(comparison_rows(comparisons)), encoding="utf-8")
-    return 0
 
 
 def show_report(report: Report, output: Path | None) -> None:

@@ -34,7 +34,7 @@ class FiguresFlags(Section):
     """The directory to write into."""
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     options, _ = read_flags(FiguresFlags, argv, str(__doc__), words="run_dirs")
     named = named_runs(options.run_dirs)
     pyplot()  # a missing extra is said before anything is read
@@ -54,4 +54,3 @@ def main(argv: list[str]) -> int:
                     f"[{found.low:+.3g}, {found.high:+.3g}]; AUC of low FCI {found.auc_fci:.3f}, of trunk accuracy "
                     f"{found.auc_accuracy:.3f}"
                 )
-    return 0

@@ -15,9 +15,8 @@ from attnrl.cli.flags import read_flags, show
 from attnrl.config import Section, presets
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     read_flags(Section, argv, str(__doc__))
     known = presets()
     width = max(map(len, known))
     show("\n".join(f"{name:<{width}}  {about}" for name, about in known.items()))
-    return 0

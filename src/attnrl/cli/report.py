@@ -39,7 +39,7 @@ class ReportFlags(Section):
     """How many forests to show, over all runs; by default 12, or 4 where responses are long."""
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     options, _ = read_flags(ReportFlags, argv, str(__doc__), words="run_dirs")
     check_folder("output", options.output)
     inside = options.run_dirs[0] if len(options.run_dirs) == 1 else Path()
@@ -47,4 +47,3 @@ def main(argv: list[str]) -> int:
         output = options.output or inside / "report.html"
         written = write_report(options.run_dirs, output, iterations=options.iterations, forests=options.forests)
     print(f"{written} ({written.stat().st_size / 1e6:.2f} MB)")
-    return 0

@@ -75,7 +75,7 @@ class ScoreFlags(Section):
     """How many responses that page shows, from the first on."""
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     flags, overrides = read_flags(ScoreFlags, argv, str(__doc__), short=SHORT)
     check_folder("output", flags.output)
     check_folder("html", flags.html)
@@ -102,7 +102,6 @@ def main(argv: list[str]) -> int:
         first = scored[:maps]
         names = [f"{flags.input.name}, row {number}" for number in numbers[: len(first)]]
         print(f"page: {write_whole(score_page(model, first, names, config.algo.delta), flags.html)}")
-    return 0
 
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -134,23 +133,14 @@ def to_table(rows: Iterable[dict[str, Any]], model: str) -> pa.Table:
     """The rows as a table of fixed types, with the model that scored them in the file's metadata."""
     import pyarrow as pa
 
-    schema = pa.schema(
-        [
-            ("row", pa.int32()),
-            ("step", pa.int32()),
-            ("start", pa.int32()),
-            ("stop", pa.int32()),
-            ("text", pa.string()),
-            ("fci", pa.float32()),
-            ("entropy", pa.float32()),
-            ("position_null", pa.float32()),
-            ("thinking", pa.bool_()),
-            ("branch_point", pa.bool_()),
-            ("why", pa.string()),
-        ],
-        metadata={"model": model},
-    )
-    return pa.Table.from_pylist(list(rows), schema=schema)
+    types = {
+        **dict.fromkeys(("row", "step", "start", "stop"), pa.int32()),
+        "text": pa.string(),
+        **dict.fromkeys(("fci", "entropy", "position_null"), pa.float32()),
+        **dict.fromkeys(("thinking", "branch_point"), pa.bool_()),
+        "why": pa.string(),
+    }
+    return pa.Table.from_pylist(list(rows), schema=pa.schema(types, metadata={"model": model}))
 
 
 def summary(console: Console, output: Path, scored: Sequence[Scored], metrics: dict[str, float], delta: int) -> None:

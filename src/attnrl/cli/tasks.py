@@ -40,7 +40,7 @@ class TasksFlags(Section):
     tasks: TaskConfig = TaskConfig()
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     from attnrl.data.tasks import columns, different_tasks
 
     flags, _ = read_flags(TasksFlags, argv, str(__doc__), flat="tasks")
@@ -49,12 +49,6 @@ def main(argv: list[str]) -> int:
     console = Console(stderr=True)
     with flags.output.open("w", encoding="utf-8") as file:
         for task in track(tasks, "writing tasks", total=flags.count, console=console, transient=True):
-            row = {
-                "problem": task.problem,
-                "answer": task.answer,
-                "solution": task.solution,
-                **columns(task),
-            }
+            row = {"problem": task.problem, "answer": task.answer, "solution": task.solution, **columns(task)}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     show(f"{flags.output}: {flags.count} {flags.split} tasks, seed {flags.tasks.seed}")
-    return 0

@@ -39,9 +39,8 @@ class TrainFlags(Section):
     """Go on from the newest checkpoint of a run that was stopped or killed."""
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     flags, overrides = read_flags(TrainFlags, argv, str(__doc__), short=SHORT, words="preset")
     from attnrl.launch import train
 
     train(flags.preset, flags.run_dir, resume=flags.resume, overrides=overrides)
-    return 0

@@ -107,7 +107,7 @@ def summary(verdicts: Sequence[Verdict], seconds: float) -> Table:
     return table
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     options, overrides = read_flags(VerifyFlags, argv, str(__doc__), short=SHORT, words="file")
     config = load_config("", overrides)
     check_used(config, "attnrl verify", set(SHORT.values()))
@@ -128,4 +128,3 @@ def main(argv: list[str]) -> int:
         console.print(f"{where}: the gold is null; not graded", style="yellow", highlight=False, soft_wrap=True)
     console.print(summary(verdicts, seconds))
     console.print(f"verdicts in {output}", highlight=False, soft_wrap=True)
-    return 0

@@ -34,7 +34,7 @@ class ViewFlags(Section):
     """On the loopback interface; 0 takes any free one."""
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     options, _ = read_flags(ViewFlags, argv, str(__doc__), words="run_dirs")
     view = open_view(options.run_dirs, options.port)
     view.start()
@@ -43,4 +43,3 @@ def main(argv: list[str]) -> int:
         threading.Event().wait()
     finally:
         view.close()
-    return 0

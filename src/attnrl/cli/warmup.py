@@ -52,7 +52,7 @@ class WarmupFlags(Section):
     task: TaskConfig = TaskConfig()
 
 
-def main(argv: list[str]) -> int | None:
+def main(argv: list[str]) -> None:
     """Warm up, save, and say how good the model is."""
     arguments, overrides = read_flags(WarmupFlags, argv, str(__doc__), flat="training", short=SHORT)
     console, config = Console(), load_config("", overrides)
@@ -88,7 +88,6 @@ def main(argv: list[str]) -> int | None:
         run.train(observe)
     run.save(arguments.output)
     console.print(f"{describe(run, run.history[-1])}; model written to {arguments.output}", highlight=False)
-    return 0
 
 
 def pairs_of(flags: WarmupFlags) -> PairFile | None:
