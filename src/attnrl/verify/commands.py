@@ -18,18 +18,11 @@ OPENING = {"(": "(", "[": "[", "langle": "(", "lbrack": "["}
 CLOSING = {")": ")", "]": "]", "rangle": ")", "rbrack": "]"}
 BARS = {"lvert": "rvert", "vert": "vert", "|": "|"}
 DECORATIONS = words("hat vec bar tilde dot ddot widehat widetilde mathcal mathfrak mathscr overrightarrow")
-INVERSE = {
-    "sin": "asin",
-    "cos": "acos",
-    "tan": "atan",
-    "cot": "acot",
-    "sinh": "asinh",
-    "cosh": "acosh",
-    "tanh": "atanh",
-}
+INVERSE = {name: f"a{name}" for name in words("sin cos tan cot sinh cosh tanh")}
 ALIASES = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot", "lg": "log10", "log": "ln"}
 TRIG = words("sin cos tan cot sec csc")
 _SUCH_THAT = (":", "mid", "|", "vert")
+_SET_ENDS = ("\\}", "rbrace")
 _MATRIX = re.compile(r"matrix|[pbvBV]matrix|smallmatrix|array")
 
 
@@ -135,21 +128,21 @@ def _environment(parser: Parser) -> Node:
     return Node("matrix", tuple(rows), "det" if name == "vmatrix" else "")
 
 
-def _set(parser: Parser, closing: tuple[str, ...] = ("\\}", "rbrace")) -> Node:
+def _set(parser: Parser) -> Node:
     """A set in braces; \\{x | x > 3\\} and \\{x : x > 3\\} are the set of their condition."""
     parser.brackets += 1
-    if parser.peek().value in closing:
+    if parser.peek().value in _SET_ENDS:
         parser.take()
         parser.brackets -= 1
         return Node("empty")
     if _opens_builder(parser):
-        node = _builder(parser, closing)
+        node = _builder(parser)
     else:
         parser.in_bars += 1  # a bar here ends the variable of a condition
-        inner = parser.items(closers=closing)
+        inner = parser.items(closers=_SET_ENDS)
         parser.in_bars -= 1
         node = Node("set", inner.args if inner.kind == "list" else (inner,))
-    if parser.take().value not in closing:
+    if parser.take().value not in _SET_ENDS:
         raise ParseError("an open set")
     parser.brackets -= 1
     return node
@@ -161,7 +154,7 @@ def _opens_builder(parser: Parser) -> bool:
     return variable and parser.peek(1).value in ("in", *_SUCH_THAT)
 
 
-def _builder(parser: Parser, closing: tuple[str, ...]) -> Node:
+def _builder(parser: Parser) -> Node:
     """The region of {variable [in domain] such that condition}; the plain set where no condition follows."""
     name = parser.peek().value
     parser.in_bars += 1
@@ -172,7 +165,7 @@ def _builder(parser: Parser, closing: tuple[str, ...]) -> Node:
     if parser.peek().value not in _SUCH_THAT:
         return Node("set", (head,))
     parser.take()
-    condition = parser.items(closers=closing)
+    condition = parser.items(closers=_SET_ENDS)
     parts = condition.args if condition.kind == "list" else (condition,)
     if any(part.kind != "rel" for part in parts):
         raise ParseError("a condition")
@@ -200,11 +193,6 @@ def _extreme(parser: Parser, name: str) -> Node:
     return Node("sym", value=name)
 
 
-def _overline(parser: Parser) -> Node:
-    """A line over letters names a segment: the letters are its name."""
-    return parser.primary()
-
-
 def _field(parser: Parser) -> Node:
     parser.expect("{")
     name = parser.take().value
@@ -212,28 +200,15 @@ def _field(parser: Parser) -> Node:
     return Node("field", value=name)
 
 
-def _skip(parser: Parser) -> Node:
-    return parser.factor()
-
-
-def _empty(parser: Parser) -> Node:
-    return Node("empty")
-
-
 _COMMANDS: dict[str, Callable[[Parser], Node]] = {
     "frac": _fraction,
-    "binom": _binomial,
-    "dbinom": _binomial,
-    "tbinom": _binomial,
     "begin": _environment,
     "lbrace": _set,
-    "overline": _overline,
     "mathbb": _field,
-    "angle": _skip,
-    "measuredangle": _skip,
-    "triangle": _skip,
-    "emptyset": _empty,
-    "varnothing": _empty,
+    "overline": lambda parser: parser.primary(),  # a line over letters names a segment: the letters are its name
+    **dict.fromkeys(("binom", "dbinom", "tbinom"), _binomial),
+    **dict.fromkeys(("angle", "measuredangle", "triangle"), lambda parser: parser.factor()),
+    **dict.fromkeys(("emptyset", "varnothing"), lambda parser: Node("empty")),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attnrl.verify.commands import BARS, CLOSING, OPENING, command, function
 from attnrl.verify.literals import literal
 from attnrl.verify.suffixes import postfix, unit_tail
-from attnrl.verify.tokens import LimitError, ParseError, Token, tokenize
+from attnrl.verify.tokens import LimitError, ParseError, Token, tokenize, words
 from attnrl.verify.tree import SCALARS, Node, negative
 from attnrl.verify.units import Unit, bare
 
@@ -18,6 +18,9 @@ RELATIONS = {
     "gt": ">", "approx": "~", "simeq": "~", "equiv": "=", "in": "in",
 }  # fmt: skip
 SET_OPERATIONS = {"cup": "cup", "cap": "cap", "setminus": "minus", "backslash": "minus"}
+NO_FACTORS = {*CLOSING, *RELATIONS, *SET_OPERATIONS} | words(
+    "rbrace rvert rfloor rceil mid vert circ prime end pm mp div over notin"
+)
 END = Token("end", "", False)
 UNKNOWN_FUNCTIONS = frozenset("fghFGPQu")
 
@@ -218,25 +221,7 @@ class Parser:
             return True
         if token.kind == "op":
             return token.value in ("(", "[", "{", "\\{") or (token.value == "|" and not self.in_bars)
-        if token.kind != "cmd":
-            return False
-        closing = token.value in CLOSING or token.value in (
-            "rbrace",
-            "rvert",
-            "rfloor",
-            "rceil",
-            "mid",
-            "vert",
-            "circ",
-            "prime",
-            "end",
-        )
-        return not (
-            closing
-            or token.value in RELATIONS
-            or token.value in SET_OPERATIONS
-            or token.value in ("pm", "mp", "div", "over", "notin")
-        )
+        return token.kind == "cmd" and token.value not in NO_FACTORS
 
     def factor(self) -> Node:
         self.deeper()

@@ -9,6 +9,7 @@ import mpmath
 from attnrl.verify.number import UndefinedError, evaluate, symbols
 from attnrl.verify.tokens import LimitError
 from attnrl.verify.tree import Node
+from attnrl.verify.values import infinite
 
 Span = tuple[Any, bool, Any, bool]  # low end, closed there?, high end, closed there?
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!=", "=": "="}
@@ -19,10 +20,8 @@ LINE: Span = (-INF, False, INF, False)
 
 def endpoint(node: Node) -> Any:
     """The real value of an end, infinities included; UndefinedError where it has variables or is not real."""
-    if node.kind == "inf":
-        return INF
-    if node.kind == "mul" and len(node.args) == 2 and node.args[1].kind == "inf" and node.args[0].kind == "num":
-        return INF if node.args[0].value > 0 else -INF  # type: ignore[operator]
+    if sign := infinite(node):
+        return sign * INF
     if symbols(node):
         raise UndefinedError("an end with variables")
     value = evaluate(node, {})

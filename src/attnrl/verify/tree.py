@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from attnrl.verify.tokens import LimitError
+from attnrl.verify.tokens import LimitError, words
 
 MAX_DIGITS = 2000
 
@@ -19,9 +19,7 @@ class Node:
     value: object = None
 
 
-SCALARS = frozenset(
-    ("num", "sym", "const", "add", "mul", "div", "pow", "root", "fn", "ufn", "deg")
-)  # kinds with a value
+SCALARS = words("num sym const add mul div pow root fn ufn deg")  # kinds with a value
 MINUS_ONE = Node("num", value=Fraction(-1))
 
 

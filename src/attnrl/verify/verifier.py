@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -215,20 +216,15 @@ class Verifier:
                 self._counts[f"error/{verdict.error}"] += 1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
     """An answer that waits for a worker; `audit` holds the golds where only the log wants to know."""
 
-    __slots__ = ("answer", "audit", "decision", "future", "golds")
-
-    def __init__(
-        self,
-        answer: str,
-        decision: Decision,
-        golds: tuple[str, ...],
-        future: Future[Reply],
-        audit: tuple[str, ...] | None = None,
-    ) -> None:
-        self.answer, self.decision, self.golds, self.future, self.audit = answer, decision, golds, future, audit
+    answer: str
+    decision: Decision
+    golds: tuple[str, ...]
+    future: Future[Reply]
+    audit: tuple[str, ...] | None = None
 
 
 def _kind(reply: Reply) -> str:
