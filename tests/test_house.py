@@ -165,7 +165,6 @@ OTHER_THINGS = {
     "Sampling": "a value of the seam: what an engine is asked to draw with",
     "Scoring": "a value of the seam: what a scoring forward is asked for",
     "Parts": "what an iteration is made of, put together from a config",
-    "Objective": "a loss with its weights bound, made from [update]",
     "Passes.temperature": "of the policy whose log-probs are taken",
     "State.generated_tokens": "drawn so far",
     "Process.memory_mb": "of one worker that runs",

@@ -25,16 +25,17 @@ class Objective:
     """What the update minimises; `objective` makes it from a config."""
 
     loss: partial[Any]  # bound: (new_N, old_N, advantages_N, counts_S) -> TokenLoss or tensor
-    kl_weight: float
-    entropy_weight: float
-    importance_cap: float | None
-    importance_mask: tuple[float, float] | None
-    mean_over_samples: bool  # otherwise one mean over all loss tokens of a minibatch
+    weights: UpdateConfig  # of KL, entropy and importance
+
+    @property
+    def mean_over_samples(self) -> bool:
+        """Whether the loss declares so; otherwise one mean over all loss tokens of a minibatch."""
+        return getattr(self.loss.func, "mean_over_samples", False)
 
     @property
     def needs_old(self) -> bool:
         """Whether it wants the learner's log-probs from before the update."""
-        return self.importance_cap is not None or self.importance_mask is not None
+        return self.weights.importance_cap is not None or self.weights.importance_mask is not None
 
     def units(self, counts: Sequence[int]) -> int:
         """What the mean of the loss runs over: of samples with so many loss tokens each, the tokens or the samples."""
@@ -50,14 +51,7 @@ def objective(options: UpdateConfig) -> Objective:
         check_call(loss, "new_N", "base_N", "advantages_N", "counts_S")
     except ValueError as error:
         raise ConfigError(f"update.loss: {error}") from None
-    return Objective(
-        loss=loss,
-        kl_weight=options.kl_weight,
-        entropy_weight=options.entropy_weight,
-        importance_cap=options.importance_cap,
-        importance_mask=options.importance_mask,
-        mean_over_samples=getattr(loss.func, "mean_over_samples", False),
-    )
+    return Objective(loss, options)
 
 
 def k3(log_ratio_N: Tensor) -> Tensor:
@@ -111,11 +105,11 @@ def loss_sums(
 
     Paper: Eq. 1.
     """
-    base_N = behaviour_N
+    base_N, options = behaviour_N, objective.weights
     weights_N = torch.ones_like(behaviour_N)
     if objective.needs_old:
         assert old_N is not None, "importance weights need the learner's log-probs before the update"
-        cap, mask = objective.importance_cap, objective.importance_mask
+        cap, mask = options.importance_cap, options.importance_mask
         base_N, weights_N = old_N, importance_weights(old_N, behaviour_N, cap=cap, mask=mask)
     counts_S = torch.tensor(counts, device=new_N.device)
     found = objective.loss(new_N, base_N, advantages_N, counts_S)
@@ -130,9 +124,9 @@ def loss_sums(
     kl_N = torch.zeros_like(new_N)
     if reference_N is not None:
         kl_N = k3(reference_N - new_N)
-        total_N = total_N + objective.kl_weight * kl_N
-    if objective.entropy_weight:
-        total_N = total_N - objective.entropy_weight * entropy_N
+        total_N = total_N + options.kl_weight * kl_N
+    if options.entropy_weight:
+        total_N = total_N - options.entropy_weight * entropy_N
     if objective.mean_over_samples:
         total_N = total_N / counts_S.repeat_interleave(counts_S)
     with torch.no_grad():
