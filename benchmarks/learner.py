@@ -111,7 +111,7 @@ def groups(run: Warmup, prompts: int, rng: np.random.Generator) -> list[Sample]:
 def learner_speed(run: Warmup, samples: list[Sample], microbatch: int, *, share: bool) -> dict[str, float]:
     model = copy.deepcopy(run.model)
     options = UpdateConfig(
-        microbatch_tokens=microbatch, share_prefixes=share, minibatches=2, gradient_checkpointing=False
+        microbatch_tokens=microbatch, share_prefixes=share, minibatches=2, gradient_checkpointing="none"
     )
     learner = Learner(model, run.model, options=options)
     learner.update(samples, version=0)

@@ -58,11 +58,11 @@ def main() -> None:
     warnings.filterwarnings("error", message=".*(fused|shared)")
     rows = samples()
     cases = [("qwen2", torch.float32, False), ("qwen3", torch.float32, True), ("llama", torch.bfloat16, True)]
-    for kind, dtype, both in cases:
+    for (kind, dtype, both), again in zip(cases, ("none", 1, "all"), strict=True):
         found = []
         for fused in (False, True):
             options = UpdateConfig(
-                kl_weight=0.1, entropy_weight=0.05, share_prefixes=both, gradient_checkpointing=both, fused=fused,
+                kl_weight=0.1, entropy_weight=0.05, share_prefixes=both, gradient_checkpointing=again, fused=fused,
                 logit_chunk_tokens=7,
             )  # fmt: skip
             learner = Learner(make(kind, dtype), make(kind, dtype), options=options, temperature=0.8)

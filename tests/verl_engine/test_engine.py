@@ -49,7 +49,7 @@ def config_of(model: Path) -> Config:
         "update.logit_chunk_tokens": 16,  # the head runs again in backward
         "update.lr": 1e-3,
         "update.kl_weight": 0.01,
-        "update.gradient_checkpointing": True,
+        "update.gradient_checkpointing": "all",
         "evaluation.every": 0,
     }
     return load_config("attnrl_1p5b", changed)

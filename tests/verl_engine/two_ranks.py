@@ -31,7 +31,7 @@ from attnrl.types import Sample, ScoreRequest, Scoring, Step, as_floats, as_ids
 from attnrl.verl_engine import sharded, weights
 from attnrl.verl_engine.share import share_packs
 
-OPTIONS = UpdateConfig(kl_weight=0.0, logit_chunk_tokens=16, gradient_checkpointing=False, share_prefixes=False)
+OPTIONS = UpdateConfig(kl_weight=0.0, logit_chunk_tokens=16, gradient_checkpointing="none", share_prefixes=False)
 CPU = torch.device("cpu")
 RNG = np.random.default_rng(0)
 ROWS = [(as_ids(RNG.integers(4, 99, 5)), as_ids(RNG.integers(4, 99, n))) for n in (30, 7, 55, 20, 41, 13, 9)]

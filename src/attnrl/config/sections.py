@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from attnrl.config.base import MAY_CHANGE, Names, Section
+from attnrl.config.base import MAY_CHANGE, Layers, Names, Section
 from attnrl.config.taken import PART, For
 from attnrl.config.tasks import TASKS, TaskConfig
 
@@ -269,8 +269,9 @@ class UpdateConfig(Section):
     """Tokens whose logits are in memory at a time, None: as many as fit 512 MiB; does not change the result."""
     share_prefixes: bool = Field(True, json_schema_extra=MAY_CHANGE)
     """Run once over the tokens that samples of a tree share; does not change the result beyond rounding."""
-    gradient_checkpointing: bool = Field(True, json_schema_extra=MAY_CHANGE)
-    """Recompute activations in the backward pass."""
+    gradient_checkpointing: Layers = Field("all", json_schema_extra=MAY_CHANGE)
+    """Layers that run again in the backward pass instead of keeping what they computed: all, none, the first so many,
+    or auto: as few as the device's free memory allows (all on a CPU); does not change the result."""
     fused: bool = Field(False, json_schema_extra=MAY_CHANGE)
     """Our kernels for norms, rotation, gate and log-probs (CUDA, models built like Llama); changes rounding alone."""
     max_grad_norm: float = Field(1.0, gt=0)

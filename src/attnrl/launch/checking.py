@@ -201,7 +201,8 @@ def forecast_memory(config: Config, path: str, found: Findings) -> None:
         )
     if fixed > there:
         lines.append(
-            "lower update.microbatch_tokens, set update.gradient_checkpointing, update.kl_weight = 0 or model.lora_rank"
+            'lower update.microbatch_tokens, set update.gradient_checkpointing = "all", update.kl_weight = 0 or '
+            "model.lora_rank"
         )
     found.add("wrong" if fixed > there else "look" if fixed + cache > 0.9 * there else "ok", "memory", "\n".join(lines))
 

@@ -86,19 +86,20 @@ def activations(shape: Shape, config: Config, *, weight_bytes: int) -> int:
     """Bytes that forward and backward over one microbatch hold, its logits included.
 
     A layer keeps, per token: four arrays of the gated layer; around each of its two norms the input, a float32 copy
-    and the result; queries, keys, values and the attention's output. With checkpointing every layer keeps its input,
-    and one at a time all of this and the gradients of the gated layer's arrays. Logits are a chunk, its probabilities
-    and its gradient in float32.
+    and the result; queries, keys, values and the attention's output. Of the first layers, those that run again, each
+    keeps its input alone; once the others have given their memory back, one at a time holds all of this and the
+    gradients of the gated layer's arrays. "auto" is counted as "all", the least it takes. Logits are a chunk, its
+    probabilities and its gradient in float32.
     """
     update = config.update
     longest = config.data.max_prompt_tokens + config.sampling.max_response_tokens
     tokens = max(update.microbatch_tokens, longest)
     attended = 2 * (shape.heads + shape.kv_heads) * shape.head_size
     layer = weight_bytes * (4 * shape.inner + attended) + 2 * shape.width * (2 * weight_bytes + 4)
-    if update.gradient_checkpointing:
-        kept = shape.layers * shape.width * weight_bytes + layer + 3 * shape.inner * weight_bytes
-    else:
-        kept = shape.layers * layer
+    asked = {"none": 0, "all": shape.layers, "auto": shape.layers}.get(str(update.gradient_checkpointing))
+    again = int(update.gradient_checkpointing) if asked is None else asked
+    one = layer + 3 * shape.inner * weight_bytes if again else 0
+    kept = again * shape.width * weight_bytes + max((shape.layers - again) * layer, one)
     chunk = LOGIT_ELEMENTS // shape.vocabulary if update.logit_chunk_tokens is None else update.logit_chunk_tokens
     logits = 3 * 4 * min(tokens, chunk) * shape.vocabulary
     return tokens * kept + logits

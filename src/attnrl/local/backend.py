@@ -48,7 +48,10 @@ class LocalBackend:
     A checkpoint holds `model/` (Hugging Face format with tokenizer, loadable as it is), `learner.pt` (optimizer,
     counters, random states) and with LoRA `adapter/` (peft format; `model/` is then the merged model).
 
-    Metrics of `update` are those of `UpdateMetrics`; those of `metrics`, of the time since it was last asked:
+    Metrics of `update` are those of `UpdateMetrics` and
+    train/recomputed_layers    layers that ran again in backward, mean over microbatches
+    train/layer_token_bytes    with update.gradient_checkpointing = "auto": what one layer keeps per token, measured
+    Those of `metrics`, of the time since it was last asked:
     score/overhead             time of scoring with FCI over time without, minus 1
     score/seconds, score/tokens, score/packs, score/attention_KIND and score/fci_KIND (1: that implementation ran)
     generate/shared_context    share of context tokens that another request had already run over

@@ -12,11 +12,11 @@ Shapes: T tokens, W width, H heads, D head size, F inner width, C positions of a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnrl.attention.paged import has_kernels
@@ -126,24 +126,27 @@ class TargetStats(torch.autograd.Function):
         return back_CV, None, None
 
 
+def _plainly(_index: int, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    return forward(*args, **given)
+
+
 class LearningDecoder:
     """From token ids of a pack to normed hidden states, differentiable; call it while the pack's attention is open."""
 
-    def __init__(self, model: Any, layers: list[Any]) -> None:
+    def __init__(self, model: Any, layers: list[Any], run: Callable[..., Any] = _plainly) -> None:
+        """`run(index, forward, *args, **given)` runs layer `index`: see `Recompute`."""
         self.base = model.base_model
         self.layers = layers
+        self.run = run
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Last hidden states [T, W]. In train mode each layer runs again in `backward`, as transformers' own would."""
+        """Last hidden states [T, W]."""
         x_TW = self.base.embed_tokens(ids_T)
         cos, sin = self.base.rotary_emb(x_TW[None], position_ids=positions_T[None])
-        turn = cos[0].contiguous(), sin[0].contiguous()
-        again = self.base.training and torch.is_grad_enabled()
+        turn = {"cos_TD": cos[0].contiguous(), "sin_TD": sin[0].contiguous()}
         after_TW: Tensor | None = None
-        for layer in self.layers:
-            given = (layer, x_TW, after_TW, *turn)
-            kept = {"use_reentrant": False, "preserve_rng_state": False}
-            x_TW, after_TW = checkpoint(_run, *given, **kept) if again else _run(*given)
+        for i, layer in enumerate(self.layers):
+            x_TW, after_TW = self.run(i, _run, x_TW, after_TW, layer=layer, **turn)
         return _add_norm(x_TW, after_TW, self.base.norm)[1]
 
     @staticmethod
@@ -153,7 +156,7 @@ class LearningDecoder:
         return found
 
 
-def _run(layer: Any, x_TW: Tensor, after_TW: Tensor | None, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
+def _run(x_TW: Tensor, after_TW: Tensor | None, *, layer: Any, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
     """What stands before a layer's feed-forward part, and what that part adds to it."""
     attention, mlp = layer.module.self_attn, layer.module.mlp
     x_TW, normed_TW = _add_norm(x_TW, after_TW, layer.module.input_layernorm)
@@ -182,11 +185,11 @@ def _head_norm(x_THD: Tensor, norm: Any) -> Tensor:
     return normed.unflatten(0, x_THD.shape[:2])
 
 
-def learning_decoder(model: Any) -> LearningDecoder | None:
+def learning_decoder(model: Any, run: Callable[..., Any]) -> LearningDecoder | None:
     """The fused forward of a model whose modules it knows, where Triton runs, or None; its numbers are not compared."""
     hf = plain(model)
     layers = decoder_layers(hf.base_model) if has_kernels(next(hf.parameters()).device) else None
-    return None if layers is None else LearningDecoder(hf, layers)
+    return None if layers is None else LearningDecoder(hf, layers, run)
 
 
 def gradient_gap(model: Any, decoder: LearningDecoder, pack: Pack, temperature: float) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -20,6 +19,7 @@ from attnrl.errors import ConfigError
 from attnrl.local.learn import LearningDecoder, gradient_gap, learning_decoder
 from attnrl.local.models import is_lora, plain, without_adapters
 from attnrl.local.optimizer import MasterAdamW
+from attnrl.local.recompute import Recompute
 from attnrl.policy.logprobs import pack_attention
 from attnrl.policy.metrics import UpdateMetrics
 from attnrl.policy.objective import objective
@@ -59,8 +59,7 @@ class Learner:
         if self.options.kl_weight > 0 and reference is None and not is_lora(model):
             raise ConfigError("kl_weight is above 0 but there is no reference model; pass one or set kl_weight = 0")
         self.device = next(model.parameters()).device
-        if self.options.gradient_checkpointing:
-            self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.recompute = Recompute(self.hf, options.gradient_checkpointing)
         self.optimizer = MasterAdamW(
             model.parameters(),
             betas=self.options.betas,
@@ -73,7 +72,7 @@ class Learner:
         self.counters = Counters()
 
     def update(self, samples: Sequence[Sample], *, version: int, progress: Progress | None = None) -> dict[str, float]:
-        """One pass over the samples; the metrics of `UpdateMetrics`.
+        """One pass over the samples; the metrics of `UpdateMetrics` and `Recompute`.
 
         Paper: Eq. 1.
         """
@@ -88,7 +87,7 @@ class Learner:
             self._minibatch(samples, packs, old, metrics)
             if progress is not None:
                 progress(done, len(planned))
-        return metrics.summary(lr=self.learning_rate(), samples=sum(map(len, rows)))
+        return metrics.summary(lr=self.learning_rate(), samples=sum(map(len, rows))) | self.recompute.metrics()
 
     def learning_rate(self) -> float:
         """Of the next update; it depends on the number of updates made alone, so a resumed run goes on with it."""
@@ -115,7 +114,7 @@ class Learner:
     def _decoders(self) -> dict[int, LearningDecoder]:
         """The fused forwards of policy and reference by the identity of the model; empty where it fits neither."""
         models = [model for model in (self.model, self.reference) if model is not None]
-        found = {id(model): learning_decoder(model) for model in models}
+        found = {id(model): learning_decoder(model, self.recompute.run) for model in models}
         decoders = {key: decoder for key, decoder in found.items() if decoder is not None}
         if len(decoders) < len(models):
             warnings.warn(f"update.fused does not fit {type(self.model).__name__} on {self.device.type}", stacklevel=3)
@@ -201,27 +200,21 @@ class Learner:
         self.optimizer.zero_grad()
         laid_out = [self._pack(samples, rows) for rows in packs]
         units = sum(self.passes.objective.units(m.counts) for m in laid_out)
-        mode = _training_mode(self.model) if self.options.gradient_checkpointing else nullcontext()
         fused = self.decoders.get(id(self.model))
         metrics = UpdateMetrics()
         for microbatch in laid_out:
             reference_N = self._reference_logprobs(microbatch)
             old_N = torch.cat([old[row] for row in microbatch.rows]) if old else None
-            with mode, pack_attention(self.hf, microbatch):
+            with self.recompute.open(self._run_again(microbatch)), pack_attention(self.hf, microbatch):
                 sums = self.passes.loss(self.hf, microbatch, reference_N=reference_N, old_N=old_N, fused=fused)
                 (sums.loss / units).backward()
             metrics.add_microbatch(sums, microbatch)
         return metrics
 
-
-class _training_mode:
-    """The model in train mode while open: transformers checkpoints layers only then. Dropout stays off (p = 0)."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.model.train()
-
-    def __exit__(self, *_: object) -> None:
-        self.model.eval()
+    def _run_again(self, microbatch: Pack) -> int:
+        return self.recompute.wanted(
+            microbatch,
+            lambda: self._logprobs(self.model, microbatch),
+            coming=self.optimizer.coming_bytes(),
+            chunk=self.options.logit_chunk_tokens,
+        )

@@ -49,6 +49,10 @@ class MasterAdamW:
             master.grad = None
             parameter.grad = None
 
+    def coming_bytes(self) -> int:
+        """Bytes of float32 gradients that the next `backward` will hold on to: of those that are not there yet."""
+        return sum(4 * m.numel() for m in self.masters if m.grad is None)
+
     def gradient_norm(self) -> Tensor:
         """Global 2-norm of the gathered gradients, float32, on the device."""
         return torch.nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])

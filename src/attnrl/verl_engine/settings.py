@@ -29,6 +29,11 @@ def check(config: Config, model_config: Any, *, learn: bool) -> None:
         raise ConfigError("engine verl trains full weights only: set model.lora_rank to 0, or use engine local")
     if config.update.fused:
         raise ConfigError("update.fused is of engine local: FSDP2 gathers weights around the model's own modules")
+    if config.update.gradient_checkpointing not in ("all", "none"):
+        raise ConfigError(
+            f"update.gradient_checkpointing = {config.update.gradient_checkpointing!r} is of engine local: verl runs "
+            'every layer again or keeps them all; set it to "all" or "none"'
+        )
     wanted, limit = max_tokens(config, learn=learn), getattr(model_config, "max_position_embeddings", None)
     if limit is not None and wanted > limit:
         raise ConfigError(
@@ -53,7 +58,7 @@ def overrides(config: Config, *, model: str, dtype: str, learn: bool) -> list[st
         "model": {
             "path": model,
             "use_remove_padding": True,
-            "enable_gradient_checkpointing": update.gradient_checkpointing,
+            "enable_gradient_checkpointing": update.gradient_checkpointing == "all",
             "+override_config.attn_implementation": "sdpa",  # our attention takes its place in every forward
             "+override_config.attention_dropout": 0.0,
         },
