@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -63,8 +63,9 @@ class Backend(Sampler, Protocol):
         ...
 
 
-class Overlapping(Backend, Protocol):
-    """An engine that draws while it updates, with one verb more: its sampler has weights of its own."""
+@runtime_checkable
+class Overlapping(Protocol):
+    """What an engine that draws while it updates has beside: its sampler has weights of its own."""
 
     def begin(self, requests: Sequence[Request], sampling: Sampling) -> Callable[[], list[Rollout]]:
         """Start to draw by the policy of now; at once, what waits for the rollouts or raises what went wrong. Until
@@ -83,11 +84,11 @@ def begin_by(backend: Sampler, requests: Sequence[Request], sampling: Sampling) 
     """What to call for the rollouts when they are needed, of the policy of now. An engine with the verb `begin` draws
     them meanwhile; any other has drawn them when this returns.
     """
-    version, begin = backend.version, getattr(backend, "begin", None)
-    if begin is None or not requests:
+    version = backend.version
+    if not isinstance(backend, Overlapping) or not requests:
         rollouts = generate_by(backend, requests, sampling)
         return lambda: rollouts
-    wait = begin(requests, sampling)
+    wait = backend.begin(requests, sampling)
     if not callable(wait):
         raise TrainingError(f"begin of the engine {_name(backend)} must return a function that gives the rollouts")
     return lambda: _drawn(backend, "begin", requests, wait(), version)

@@ -140,7 +140,7 @@ def test_responses_that_are_cut_off_are_said_to_teach_nothing(own):
 
 
 PARTS = """
-from attnrl.iteration import on_policy
+from attnrl.schedules import on_policy
 
 seen = []
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from attnrl.algo.parts import find
 from attnrl.config import Config
-from attnrl.iteration import SCHEDULES, Outcome, first_state, outcome_by
+from attnrl.iteration import Outcome, first_state
 from attnrl.launch.parts import build_parts
+from attnrl.schedules import SCHEDULES, outcome_by
 from attnrl.types import (
     Attempt,
     Ids,
