@@ -90,7 +90,6 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=None if self.served.heard else subprocess.DEVNULL,
                 env=os.environ | fixed | {"PYTHONPATH": path},
-                bufsize=0,
                 start_new_session=True,  # what it starts itself ends with it
             )
         except OSError as error:
