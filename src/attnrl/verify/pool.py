@@ -321,10 +321,10 @@ class Pool:
             threads, self.threads = self.threads, []
             jobs, self.jobs = self.jobs, queue.SimpleQueue()
             processes, self.processes = self.processes, []
-        while not wait and not jobs.empty():
+        while not wait:
             try:
                 given_up = jobs.get_nowait()
-            except queue.Empty:  # a thread was faster
+            except queue.Empty:
                 break
             assert given_up is not None
             self._resolve(given_up, Reply(error="broken", message="the pool was closed"))
