@@ -89,23 +89,11 @@ def effects(trials: Sequence[Trial], resamples: int = 4000) -> list[Effect]:
         rows = [trial for trial in trials if trial.type == kind]
         if not rows:
             continue
-        low, high = clustered(rows, resamples, lambda t: float(t.disrupted))
-        drop_low, drop_high = clustered(rows, resamples, lambda t: float(t.intact) - float(t.disrupted))
-        intact, disrupted = (float(np.mean([getattr(t, name) for t in rows])) for name in ("intact", "disrupted"))
-        found.append(
-            Effect(
-                kind,
-                len(rows),
-                float(np.mean([t.position for t in rows])),
-                intact,
-                disrupted,
-                low,
-                high,
-                intact - disrupted,
-                drop_low,
-                drop_high,
-            )
-        )
+        names = ("position", "intact", "disrupted")
+        position, intact, disrupted = (float(np.mean([getattr(t, name) for t in rows])) for name in names)
+        bounds = clustered(rows, resamples, lambda t: float(t.disrupted))
+        drops = clustered(rows, resamples, lambda t: float(t.intact) - float(t.disrupted))
+        found.append(Effect(kind, len(rows), position, intact, disrupted, *bounds, intact - disrupted, *drops))
     return found
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from attnrl.algo.advantages import ESTIMATORS
 from attnrl.algo.steps import THINK_END
 from attnrl.errors import DataError
 from attnrl.types import (
+    RIGHT_ABOVE,
     Branch,
     Floats,
     Forest,
@@ -36,31 +38,43 @@ COLUMNS = (
     *("iteration", "uid", "problem", "answers", "tree", "kind", "point", "text", "ids", "logprobs", "finish"),
     *("version", "reward", "rule", "answer", "step_starts", "step_texts", "fci", "entropy"),
 )
-OPTIONAL = ("tokens", "right", "reason", "prompt_reason")  # files written before there were reasons lack them
+OPTIONAL = ("reason", "prompt_reason")  # files written before there were reasons lack them
+DERIVED = {  # files of that time lack these too: from which column each follows, and how
+    "tokens": ("ids", pc.list_value_length),
+    "right": ("reward", lambda rewards: pc.greater(rewards, RIGHT_ABOVE)),
+}
 
 
 def read_table(file: Path, columns: Sequence[str], span: tuple[int, int] | None = None) -> pa.Table:
     """Rows of a forest file: all of them, or the half-open range `span`, of which only its row groups are read.
 
-    Columns in `OPTIONAL` that the file lacks are left out.
+    Columns in `OPTIONAL` that the file lacks are left out, those in `DERIVED` made from others.
     """
     try:
         with pq.ParquetFile(file) as opened:
             present = set(opened.schema_arrow.names)
-            missing = set(columns) - present - set(OPTIONAL)
-            if missing:
+            lacking = [name for name in columns if name in DERIVED and name not in present]
+            asked = {*columns, *(DERIVED[name][0] for name in lacking)} - {*lacking}
+            if missing := asked - present - {*OPTIONAL}:
                 raise DataError(f"{file}: column {min(missing)!r} is missing; was it written by another version?")
-            wanted = [name for name in columns if name in present]
-            if span is None:
-                return opened.read(wanted)
-            sizes = [opened.metadata.row_group(i).num_rows for i in range(opened.num_row_groups)]
-            ends = np.cumsum(sizes)
-            first, last = (int(np.searchsorted(ends, at, side="right")) for at in (span[0], max(span[1] - 1, span[0])))
-            groups = list(range(first, min(last, len(sizes) - 1) + 1))
-            before = int(ends[first] - sizes[first]) if groups else 0
-            return opened.read_row_groups(groups, wanted).slice(span[0] - before, span[1] - span[0])
+            table = _read(opened, sorted(asked & present), span)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{file}: not a readable forest file: {error}") from None
+    for name in lacking:
+        source, make = DERIVED[name]
+        table = table.append_column(name, make(table[source]))
+    return table
+
+
+def _read(opened: pq.ParquetFile, columns: list[str], span: tuple[int, int] | None) -> pa.Table:
+    if span is None:
+        return opened.read(columns)
+    sizes = [opened.metadata.row_group(i).num_rows for i in range(opened.num_row_groups)]
+    ends = np.cumsum(sizes)
+    first, last = (int(np.searchsorted(ends, at, side="right")) for at in (span[0], max(span[1] - 1, span[0])))
+    groups = list(range(first, min(last, len(sizes) - 1) + 1))
+    before = int(ends[first] - sizes[first]) if groups else 0
+    return opened.read_row_groups(groups, columns).slice(span[0] - before, span[1] - span[0])
 
 
 def read_rows(file: Path, columns: Sequence[str], span: tuple[int, int] | None = None) -> list[Row]:

@@ -9,16 +9,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from attnrl.analysis.curves import clean
 from attnrl.analysis.forests import COLUMNS, OPTIONAL, Row, interest, read_rows, read_table
 from attnrl.errors import DataError
-from attnrl.types import RIGHT_ABOVE
 
 EXCERPT = 220  # characters of a problem in the index
-NARROW = ("uid", "problem", "tree", "kind", "reward", "finish", "fci", "prompt_reason", "right")
-WIDE = tuple(name for name in (*COLUMNS, *OPTIONAL) if name not in ("logprobs", "tokens"))
+NARROW = ("uid", "problem", "tree", "kind", "reward", "finish", "fci", "prompt_reason", "right", "tokens")
+WIDE = tuple(name for name in (*COLUMNS, *OPTIONAL, "right") if name != "logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,74 +50,45 @@ class Entry:
 
 def index_file(file: Path) -> list[Entry]:
     """The entries of one forest file. Long columns (texts, token ids, log-probs) are not read."""
-    table = read_table(file, (*NARROW, "tokens"))
+    table = read_table(file, NARROW)
     if not table.num_rows:
         return []
     uids, trees, kinds = (table[name].to_pylist() for name in ("uid", "tree", "kind"))
     starts = [i for i in range(len(uids)) if i == 0 or uids[i] != uids[i - 1] or trees[i] < trees[i - 1]]
-    columns = Columns(
-        trees=trees,
-        trunk=[kind == "trunk" for kind in kinds],
-        reward=table["reward"].to_pylist(),
-        right=_right(table),
-        cut=[finish == "length" for finish in table["finish"].to_pylist()],
-        tokens=_tokens(file, table),
-        fci=_mean_fci(table["fci"]).tolist(),
-    )
+    rewards, right, finish, tokens = (table[name].to_pylist() for name in ("reward", "right", "finish", "tokens"))
+    fci = _mean_fci(table["fci"]).tolist()
     problems = [text or "" for text in table["problem"].take(starts).to_pylist()]
     recorded = table["prompt_reason"].take(starts).to_pylist() if "prompt_reason" in table.column_names else []
     found = []
     for number, (start, stop) in enumerate(zip(starts, [*starts[1:], len(uids)], strict=True)):
-        reason = recorded[number] if recorded else None
-        found.append(_entry(file, number, (start, stop), uids[start], problems[number], reason, columns))
+        by_tree: list[list[float]] = []
+        for i in range(start, stop):
+            if kinds[i] == "trunk":
+                by_tree.append([])
+            by_tree[-1].append(rewards[i])
+        leaves, cut_off = stop - start, finish[start:stop].count("length")
+        scores = [fci[i] for i in range(start, stop) if kinds[i] == "trunk" and fci[i] == fci[i]]
+        entry = Entry(
+            file=file,
+            iteration=int(file.stem),
+            number=number,
+            start=start,
+            stop=stop,
+            uid=uids[start],
+            problem=problems[number][:EXCERPT],
+            reason=(recorded and recorded[number]) or derived_reason(rewards[start:stop], cut_off),
+            value=sum(rewards[start:stop]) / leaves,
+            leaves=leaves,
+            right=sum(right[start:stop]),
+            trees=len(by_tree),
+            branched=sum(len(tree) > 1 for tree in by_tree),
+            tokens=sum(tokens[start:stop]) / leaves,
+            cut_off=cut_off,
+            fci=sum(scores) / len(scores) if scores else float("nan"),
+            interest=interest(by_tree),
+        )
+        found.append(entry)
     return found
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Columns:
-    """The narrow columns of a forest file, one value a rollout."""
-
-    trees: list[int]
-    trunk: list[bool]
-    reward: list[float]
-    right: list[bool]
-    cut: list[bool]
-    tokens: list[int]
-    fci: list[float]
-
-
-def _entry(
-    file: Path, number: int, span: tuple[int, int], uid: str, problem: str, reason: str | None, columns: Columns
-) -> Entry:
-    rows = range(*span)
-    by_tree: list[list[float]] = []
-    for i in rows:
-        if columns.trunk[i]:
-            by_tree.append([])
-        by_tree[-1].append(columns.reward[i])
-    leaves, rewards = len(rows), columns.reward[slice(*span)]
-    right = sum(columns.right[slice(*span)])
-    cut = sum(columns.cut[slice(*span)])
-    scores = [columns.fci[i] for i in rows if columns.trunk[i] and columns.fci[i] == columns.fci[i]]
-    return Entry(
-        file=file,
-        iteration=int(file.stem),
-        number=number,
-        start=span[0],
-        stop=span[1],
-        uid=uid,
-        problem=problem[:EXCERPT],
-        reason=reason or derived_reason(rewards, cut),
-        value=sum(rewards) / leaves,
-        leaves=leaves,
-        right=right,
-        trees=len(by_tree),
-        branched=sum(len(tree) > 1 for tree in by_tree),
-        tokens=sum(columns.tokens[slice(*span)]) / leaves,
-        cut_off=cut,
-        fci=sum(scores) / len(scores) if scores else float("nan"),
-        interest=interest(by_tree),
-    )
 
 
 def derived_reason(rewards: Sequence[float], cut_off: int) -> str:
@@ -133,23 +102,6 @@ def derived_reason(rewards: Sequence[float], cut_off: int) -> str:
     if len(set(rewards)) > 1:
         return "taught"
     return "all_right" if rewards[0] > 0.5 else "all_wrong"
-
-
-def _right(table: pa.Table) -> list[bool]:
-    """Which rollouts are right; files without that column say it by their rewards."""
-    if "right" in table.column_names:
-        recorded: list[bool] = table["right"].to_pylist()
-        return recorded
-    return [reward > RIGHT_ABOVE for reward in table["reward"].to_pylist()]
-
-
-def _tokens(file: Path, table: pa.Table) -> list[int]:
-    """Tokens of each rollout; files without that column hold it in the lengths of their token ids."""
-    if "tokens" in table.column_names:
-        counted: list[int] = table["tokens"].to_pylist()
-    else:
-        counted = pc.list_value_length(read_table(file, ("ids",))["ids"]).to_pylist()
-    return counted
 
 
 def _mean_fci(column: pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -18,7 +18,7 @@ from attnrl.analysis.curves import clean
 from attnrl.analysis.forests import Row, leaf_advantages, rebuild
 from attnrl.analysis.intervals import value_change
 from attnrl.analysis.records import RunRecord
-from attnrl.types import RIGHT_ABOVE, Floats, Forest, Tree
+from attnrl.types import Floats, Forest, Tree
 
 # NUL and its kin would be dropped or mangled by a browser: show their pictures instead
 VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
@@ -198,9 +198,8 @@ def branch_steps(before: str, text: str, cut: Cut) -> list[str]:
 
 def _leaf(row: Row) -> dict[str, Any]:
     """How a rollout ended."""
-    ended = {name: row[name] for name in ("finish", "version", "rule", "answer")}
-    right = row["reward"] > RIGHT_ABOVE if row.get("right") is None else row["right"]
-    return {"reward": clean(row["reward"]), "right": right, "tokens": len(row["ids"]), **ended}
+    ended = {name: row[name] for name in ("right", "finish", "version", "rule", "answer")}
+    return {"reward": clean(row["reward"]), "tokens": len(row["ids"]), **ended}
 
 
 def _at(advantages: Floats | None, token: int) -> float | None:

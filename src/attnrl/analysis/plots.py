@@ -86,13 +86,7 @@ def write_figures(methods: Sequence[Method], out: Path) -> list[tuple[str, list[
     drawn: list[tuple[str, list[Path], str]] = []
 
     def save(name: str, figure: Any, why: str) -> None:
-        files = []
-        if figure is not None:
-            for form in FORMATS:
-                files.append(out / f"{name}.{form}")
-                figure.savefig(files[-1], bbox_inches="tight", dpi=150, metadata=_undated(form))
-            plt.close(figure)
-        drawn.append((name, files, "" if files else why))
+        drawn.append((name, [], why) if figure is None else (name, save_figure(figure, out, name), ""))
 
     figure = problem_figure(plt, methods)
     save("fig4_problems", figure, no_problems(methods) if figure is None else "")
@@ -120,8 +114,13 @@ def no_problems(methods: Sequence[Method]) -> str:
     return f"it needs prompts with signal and without: {said[signals.pop()] if signals else 'the filter dropped all'}"
 
 
-def _undated(form: str) -> dict[str, None]:
-    return {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form, {})
+def save_figure(figure: Any, out: Path, name: str) -> list[Path]:
+    """The files of a figure, one a format, without the day on which they were made."""
+    files = [out / f"{name}.{form}" for form in FORMATS]
+    for file, undated in zip(files, ({"Date": None}, {"CreationDate": None}, {}), strict=True):
+        figure.savefig(file, bbox_inches="tight", dpi=150, metadata=undated)
+    pyplot().close(figure)
+    return files
 
 
 def _benchmarks(methods: Sequence[Method]) -> list[str]:
@@ -246,12 +245,7 @@ def pipeline_figure(plt: Any, methods: Sequence[Method]) -> Any:
 
 def write_disruption(trials: Sequence[Trial], out: Path) -> list[Path]:
     """Writes the figure of the disruption experiment in all formats."""
-    figure = draw_disruption(trials)
-    files = [out / f"fig3_disruption.{form}" for form in FORMATS]
-    for file in files:
-        figure.savefig(file, bbox_inches="tight", dpi=150, metadata=_undated(file.suffix[1:]))
-    pyplot().close(figure)
-    return files
+    return save_figure(draw_disruption(trials), out, "fig3_disruption")
 
 
 def draw_disruption(trials: Sequence[Trial]) -> Any:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 
 from attnrl.analysis.curves import clean
 from attnrl.analysis.forests import read_table
 
 BINS = 20
+COLUMNS = ("kind", "point", "step_starts", "fci", "tokens")
 
 
 def fci_by_position(files: Sequence[Path]) -> dict[str, Any] | None:
@@ -27,16 +27,12 @@ def fci_by_position(files: Sequence[Path]) -> dict[str, Any] | None:
     ranks: list[float] = []
     for file in chosen:
         length = 1
-        table = read_table(file, ("kind", "point", "step_starts", "fci", "tokens"))
-        if "tokens" in table.column_names:
-            tokens = table["tokens"].to_pylist()
-        else:
-            tokens = pc.list_value_length(read_table(file, ("ids",))["ids"]).to_pylist()  # ids may be millions
-        for row, drawn in zip(table.to_pylist(), tokens, strict=True):
+        table = read_table(file, COLUMNS)
+        for row in table.select(COLUMNS).to_pylist():  # without ids, which may be millions
             if row["kind"] == "branch":
                 starts[min(int(BINS * row["point"] / length), BINS - 1)] += 1
                 continue
-            length = max(drawn, 1)
+            length = max(row["tokens"], 1)
             fci = np.asarray(row["fci"], dtype=np.float64)
             if len(fci) < 2 or not np.isfinite(fci).all():
                 continue

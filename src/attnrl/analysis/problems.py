@@ -15,7 +15,6 @@ import numpy as np
 from attnrl.algo.reasons import kind_of
 from attnrl.analysis.forests import Row, grouped, read_rows, thinks
 from attnrl.analysis.intervals import auc, bootstrap
-from attnrl.types import RIGHT_ABOVE
 
 COLUMNS = ("uid", "tree", "kind", "reward", "fci", "step_texts", "prompt_reason", "right")
 
@@ -42,16 +41,11 @@ def problems(files: Sequence[Path]) -> list[Problem]:
             if not all(map(math.isfinite, means)):
                 continue
             rewards = [row["reward"] for row in rows]
-            accuracy = sum(_right(row) for row in trunks) / len(trunks)
+            accuracy = sum(row["right"] for row in trunks) / len(trunks)
             dropped = kind_of(rows[0].get("prompt_reason") or "") == "filtered"
             mean = sum(means) / len(means)
             found.append(Problem(int(file.stem), rows[0]["uid"], mean, accuracy, len(set(rewards)) > 1, dropped))
     return found
-
-
-def _right(row: Row) -> bool:
-    recorded = row.get("right")
-    return bool(row["reward"] > RIGHT_ABOVE if recorded is None else recorded)
 
 
 def candidate_mean(trunk: Row) -> float:
