@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,46 +15,56 @@ from attnrl.errors import ConfigError, DataError
 from attnrl.evaluation.results import RESPONSES, SETTINGS, Response, write_whole
 
 
-class ResponseLog:
-    """The responses of one results directory; `done` holds those that were there at the start."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Log:
+    """A file of lines, open for more."""
 
-    def __init__(self, file: IO[bytes], done: list[Response]) -> None:
-        self._file = file
-        self.done = done
+    file: IO[bytes]
+    lines: list[bytes]  # that were there at the start
 
-    def append(self, responses: Sequence[Response]) -> None:
-        """Add responses; on return they are on disk."""
-        self._file.write(b"".join(response.to_json().encode() + b"\n" for response in responses))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def append(self, lines: Iterable[str]) -> None:
+        """Add lines; on return they are on disk."""
+        self.file.write(b"".join(line.encode() + b"\n" for line in lines))
+        self.file.flush()
+        os.fsync(self.file.fileno())
 
 
 @contextmanager
-def open_log(directory: Path, settings: Mapping[str, Any]) -> Iterator[ResponseLog]:
-    """The log of a directory, new or continued. Refuses one that was begun with other settings or is in use.
+def open_lines(path: Path, what: str) -> Iterator[Log]:
+    """The lines of a file, and room for more; refuses one that another process writes. `what` names its writers.
 
     A last line without its line break was cut off by a kill and is dropped.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / RESPONSES
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the process, however it ends
         except BlockingIOError as error:
-            raise ConfigError(
-                f"{directory}: another evaluation is writing there; wait for it or name another"
-            ) from error
-        _check_settings(directory, settings)
+            raise ConfigError(f"{path.parent}: another {what} is writing there; wait for it or name another") from error
         file.seek(0)
         whole = file.read()
         whole = whole[: whole.rfind(b"\n") + 1]
         file.truncate(len(whole))
-        yield ResponseLog(file, _parse(path, whole))
+        yield Log(file, whole.split(b"\n")[:-1])
 
 
-def _parse(path: Path, text: bytes) -> list[Response]:
+@contextmanager
+def open_log(directory: Path | None, settings: Mapping[str, Any]) -> Iterator[tuple[list[Response], Log | None]]:
+    """The responses of a results directory, and the log to add to; without a directory none, and none. Refuses one that
+    was begun with other settings or is in use.
+    """
+    if directory is None:
+        yield [], None
+        return
+    path = directory / RESPONSES
+    with open_lines(path, "evaluation") as log:
+        _check_settings(directory, settings)
+        yield _parse(path, log.lines), log
+
+
+def _parse(path: Path, lines: Sequence[bytes]) -> list[Response]:
     responses = []
-    for number, line in enumerate(text.split(b"\n")[:-1], start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             responses.append(Response.from_json(line.decode()))
         except (ValueError, KeyError, TypeError) as error:

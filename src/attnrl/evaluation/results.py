@@ -25,13 +25,8 @@ from attnrl.errors import ConfigError, DataError
 from attnrl.evaluation.estimates import RESAMPLES, bootstrap_means, interval, problem_estimates, summarize
 from attnrl.types import Attempt, Finish, Verdict, content_hash, counted
 
-PROBLEMS, RESPONSES, RESULTS, MARKDOWN, SETTINGS = (
-    "problems.parquet",
-    "responses.jsonl",
-    "results.json",
-    "results.md",
-    "settings.json",
-)
+PROBLEMS, RESPONSES, SETTINGS = "problems.parquet", "responses.jsonl", "settings.json"
+RESULTS, MARKDOWN = "results.json", "results.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +55,9 @@ class Response:
     @classmethod
     def of(cls, benchmark: str, row: int, sample: int, attempt: Attempt, verdict: Verdict) -> Response:
         """The response of a graded attempt."""
-        return cls(
-            benchmark,
-            row,
-            sample,
-            attempt.problem,
-            attempt.answers,
-            attempt.response,
-            verdict.reward,
-            verdict.right,
-            verdict.rule,
-            verdict.answer,
-            verdict.error,
-            attempt.finish,
-            attempt.tokens or None,
-        )
+        asked = (attempt.problem, attempt.answers, attempt.response)
+        said = {name: getattr(verdict, name) for name in ("reward", "right", "rule", "answer", "error")}
+        return cls(benchmark, row, sample, *asked, **said, finish=attempt.finish, tokens=attempt.tokens or None)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=True)

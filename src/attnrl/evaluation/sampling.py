@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from attnrl.backend import Sampler, generate_by
 from attnrl.errors import ConfigError
 from attnrl.evaluation.estimates import RESAMPLES
-from attnrl.evaluation.log import ResponseLog, open_log
+from attnrl.evaluation.log import Log, open_log
 from attnrl.evaluation.results import Report, Response
 from attnrl.types import Attempt, Grade, Ids, Prompt, Request, Rollout, Sampling, content_hash, counted
 
@@ -65,8 +65,8 @@ def evaluate(
         ]
         return grade_rollouts(batch, generate_by(sampler, requests, sampling), decode=decode, grade=grade)
 
-    with open_log(out_dir, asked) if out_dir is not None else nullcontext() as log:
-        responses = _draw_all(jobs, draw, log, chunk or (512 if log is not None else len(jobs)), progress)
+    with open_log(out_dir, asked) as (done, log):
+        responses = _draw_all(jobs, draw, done, log, chunk or (512 if log is not None else len(jobs)), progress)
     report = Report(responses, ks=None if ks is None else tuple(ks), settings=asked, seed=seed, resamples=resamples)
     if out_dir is not None:
         report.save(out_dir)
@@ -88,19 +88,20 @@ def all_jobs(prompts: Mapping[str, Sequence[Prompt]], samples: Mapping[str, int]
 def _draw_all(
     jobs: Sequence[Job],
     draw: Callable[[Sequence[Job]], list[Response]],
-    log: ResponseLog | None,
+    done: Sequence[Response],
+    log: Log | None,
     chunk: int,
     progress: bool,
 ) -> list[Response]:
-    """All responses in the order of the jobs: those of the log, and the missing ones, drawn and logged."""
-    found = {(r.benchmark, r.row, r.sample): r for r in (log.done if log is not None else ())}
+    """All responses in the order of the jobs: those that are done, and the missing ones, drawn and logged."""
+    found = {(r.benchmark, r.row, r.sample): r for r in done}
     missing = [job for job in jobs if job[:3] not in found]
     with _bar(len(jobs), progress) as advance:
         advance(found.values())
         for start in range(0, len(missing), chunk):
             responses = draw(missing[start : start + chunk])
             if log is not None:
-                log.append(responses)
+                log.append(response.to_json() for response in responses)
             found |= {(r.benchmark, r.row, r.sample): r for r in responses}
             advance(responses)
     return [found[job[:3]] for job in jobs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from attnrl.analysis.pages import step_means
 from attnrl.backend import generate_by, score_by
 from attnrl.config import Config, check_taken, check_used
 from attnrl.errors import ConfigError
+from attnrl.evaluation.log import Log, open_lines
 from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
 from attnrl.launch.evaluating import DRAWN, begun_with, settings_of
 from attnrl.launch.models import (
@@ -98,7 +98,7 @@ def disrupt(
     asked = {"model": "demo" if model == "demo" else path, "seed": seed, **_settings(config)}
     wanted = config.evaluation
     with (
-        open_trials(Path(output), asked) as (done, append),
+        open_trials(Path(output), asked) as (done, log),
         rewards,
         open_engine(engine, config, path, tokenizer, learn=False) as backend,
     ):
@@ -116,7 +116,7 @@ def disrupt(
         missing = [job for job in jobs if job[0] not in done]
         for start in range(0, len(missing), chunk):
             lines = run_chunk(missing[start : start + chunk], shared)
-            append(lines)
+            log.append(map(json.dumps, lines))
             done |= {line["response"]: line for line in lines}
             say(f"{len(done)} of {len(jobs)} responses, {sum(len(line['trials']) for line in done.values())} trials")
     return [Trial(**trial) for number in sorted(done) for trial in done[number]["trials"]]
@@ -199,30 +199,13 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 @contextmanager
-def open_trials(
-    directory: Path, settings: Mapping[str, Any]
-) -> Iterator[tuple[dict[int, dict[str, Any]], Callable[[Sequence[dict[str, Any]]], None]]]:
-    """The lines already there, by response, and what appends more; refuses a directory of other settings.
-
-    A last line without its line break was cut off by a kill and is dropped.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    asked = json.loads(json.dumps(settings))
-    known = directory / SETTINGS
-    if known.exists() and (begun := json.loads(known.read_text("utf-8"))) != asked:
-        different = sorted(key for key in begun.keys() | asked.keys() if begun.get(key) != asked.get(key))
-        raise ConfigError(f"{directory} holds an experiment with other settings ({', '.join(different)}); name another")
-    known.write_text(json.dumps(asked, indent=2) + "\n", "utf-8")
-    with (directory / FILE).open("a+b") as file:
-        file.seek(0)
-        text = file.read()
-        text = text[: text.rfind(b"\n") + 1]
-        file.truncate(len(text))
-        done = {line["response"]: line for line in map(json.loads, text.splitlines())}
-
-        def append(lines: Sequence[dict[str, Any]]) -> None:
-            file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
-            file.flush()
-            os.fsync(file.fileno())
-
-        yield done, append
+def open_trials(directory: Path, settings: Mapping[str, Any]) -> Iterator[tuple[dict[int, dict[str, Any]], Log]]:
+    """The lines already there, by response, and the log to add to; refuses a directory of other settings or in use."""
+    with open_lines(directory / FILE, "experiment") as log:
+        asked = json.loads(json.dumps(settings))
+        known = directory / SETTINGS
+        if known.exists() and (begun := json.loads(known.read_text("utf-8"))) != asked:
+            different = ", ".join(sorted(key for key in {*begun, *asked} if begun.get(key) != asked.get(key)))
+            raise ConfigError(f"{directory} holds an experiment with other settings ({different}); name another")
+        known.write_text(json.dumps(asked, indent=2) + "\n", "utf-8")
+        yield {line["response"]: line for line in map(json.loads, log.lines)}, log

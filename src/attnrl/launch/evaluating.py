@@ -67,12 +67,10 @@ def evaluate(
         raise ConfigError("give overrides or a whole config, not both")
     if output is not None:
         check_no_run(Path(output))
-    wanted = config.evaluation
     model = pin_model(model, say, begun_with(output))
     engine, rewards, path = find_engine(config), open_rewards(config), check_model(model)
     check_taken(config, rewards.takes)
-    samples = evaluation_samples(config)
-    check_samples(samples, wanted.ks)
+    check_samples(evaluation_samples(config), config.evaluation.ks)
     records = evaluation_records(config)
     tokenizer = load_tokenizer(path)
     prompts = evaluation_prompts(config, records, tokenizer)
@@ -82,11 +80,8 @@ def evaluate(
             prompts,
             decode=decoder(tokenizer),
             grade=rewards.grade,
-            samples=samples,
-            sampling=Sampling(wanted.temperature, wanted.top_p),
-            max_tokens=wanted.max_response_tokens,
+            **asked_for(config),
             seed=seed,
-            ks=wanted.ks,
             out_dir=Path(output) if output is not None else None,
             settings={
                 "model": "demo" if model == "demo" else path,
@@ -104,6 +99,14 @@ def begun_with(output: str | Path | None) -> str:
     file = Path(output or "") / "settings.json"
     begun: str = json.loads(file.read_text("utf-8")).get("model", "") if output and file.is_file() else ""
     return begun
+
+
+def asked_for(config: Config) -> dict[str, Any]:
+    """What [evaluation] asks of every benchmark."""
+    wanted = config.evaluation
+    sampling = Sampling(wanted.temperature, wanted.top_p)
+    limits = {"max_tokens": wanted.max_response_tokens, "ks": wanted.ks}
+    return {"samples": evaluation_samples(config), "sampling": sampling, **limits}
 
 
 def evaluation_settings(model: str, overrides: Mapping[str, Any] | None = None) -> tuple[str, Config]:
@@ -142,21 +145,10 @@ def build_evaluate(config: Config, prompts: Mapping[str, Sequence[Prompt]], back
     """The held-out evaluation of a run: metrics `eval/<benchmark>/...`; the same seeds each time."""
     from attnrl.evaluation import evaluate as measure
 
-    wanted = config.evaluation
-    samples = evaluation_samples(config)
+    asked = asked_for(config)
 
     def after(iteration: int) -> dict[str, float]:
-        report = measure(
-            backend,
-            prompts,
-            decode=parts.decode,
-            grade=parts.grade,
-            samples=samples,
-            sampling=Sampling(wanted.temperature, wanted.top_p),
-            max_tokens=wanted.max_response_tokens,
-            ks=wanted.ks,
-            progress=True,
-        )
+        report = measure(backend, prompts, decode=parts.decode, grade=parts.grade, **asked, progress=True)
         backend.metrics()  # what the evaluation cost is not the next iteration's
         parts.graded()
         return report.metrics()
