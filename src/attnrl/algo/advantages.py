@@ -9,7 +9,7 @@ A branch at point i is a sibling of segment i: both are children of segment i - 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
@@ -110,7 +110,7 @@ def treerl(forest: Forest, rng: np.random.Generator, *, train_leaves: Count | No
         return samples
     tokens = sum(len(s.advantages) for s in samples)
     mean = sum(float(np.sum(s.advantages, dtype=np.float64)) for s in samples) / tokens
-    return [_with(s, s.advantages - np.float32(mean)) for s in samples]
+    return [replace(s, advantages=s.advantages - np.float32(mean)) for s in samples]
 
 
 def grpo(forest: Forest, rng: np.random.Generator, *, ddof: Ddof = 1) -> list[Sample]:
@@ -119,12 +119,8 @@ def grpo(forest: Forest, rng: np.random.Generator, *, ddof: Ddof = 1) -> list[Sa
     `ddof` 1 is the sample standard deviation (what the common trainers use), 0 the population's.
     Paper: Sec. 2.2, "Outcome-Supervised RL".
     """
-    rewards = np.array([t.trunk.reward for t in forest.trees])
-    advantages = _standardize(rewards, ddof)
-    return [
-        _sample(forest, t.trunk.rollout.ids, t.trunk.rollout.logprobs, _constant(len(t.trunk.rollout.ids), a))
-        for t, a in zip(forest.trees, advantages, strict=True)
-    ]
+    trunks = Forest(forest.prompt, tuple(Tree(t.trunk) for t in forest.trees))
+    return leaf_samples(trunks, _standardize(leaf_rewards(trunks), ddof))
 
 
 def treepo(forest: Forest, rng: np.random.Generator) -> list[Sample]:
@@ -195,7 +191,7 @@ def fr3e(forest: Forest, rng: np.random.Generator, *, ddof: Ddof = 1) -> list[Sa
             for branch, a in zip(branches, scaled, strict=True):
                 tokens = point + len(branch.rollout.ids)
                 whole = _branch_sample(forest, t, branch, _constant(tokens, a))
-                samples.append(_with(whole, whole.advantages, np.arange(tokens) >= point))
+                samples.append(replace(whole, mask=np.arange(tokens) >= point))
     return samples
 
 
@@ -247,14 +243,11 @@ def node_samples(
     return samples
 
 
-def _leaves(forest: Forest) -> list[tuple[Tree, Branch | None]]:
-    return [(t, b) for t in forest.trees for b in (None, *t.branches)]
-
-
 def leaf_samples(forest: Forest, advantages: Values) -> list[Sample]:
     """One sample per leaf, the same advantage on all of its tokens."""
     samples = []
-    for (t, branch), a in zip(_leaves(forest), advantages, strict=True):
+    leaves = ((t, b) for t in forest.trees for b in (None, *t.branches))
+    for (t, branch), a in zip(leaves, advantages, strict=True):
         if branch is None:
             rollout = t.trunk.rollout
             samples.append(_sample(forest, rollout.ids, rollout.logprobs, _constant(len(rollout.ids), a)))
@@ -274,11 +267,6 @@ def _sample(
     forest: Forest, ids: Ids, logprobs: Floats, advantages: Floats, mask: NDArray[np.bool_] | None = None
 ) -> Sample:
     return Sample(forest.prompt.ids, ids, advantages, logprobs, forest.prompt.uid, mask)
-
-
-def _with(sample: Sample, advantages: Floats, mask: NDArray[np.bool_] | None = None) -> Sample:
-    mask = sample.mask if mask is None else mask
-    return Sample(sample.prompt, sample.response, advantages, sample.logprobs, sample.uid, mask)
 
 
 def _spread(per_node: Values, lengths: NDArray[np.int64]) -> Floats:
