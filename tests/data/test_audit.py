@@ -60,7 +60,7 @@ def test_duplicates_and_their_answers():
     )
     assert [[r.row for r in group.records] for group in groups] == [[1, 2], [4, 5]]
     assert [group.conflicting for group in groups] == [True, True]
-    assert [group.conflicting_value for group in groups] == [True, False]
+    assert [group.disagree() for group in groups] == [True, False]
     assert groups[0].answers == ("2", "3")
     assert not groups[0].disagree(same=lambda a, b: True)
 
@@ -141,7 +141,7 @@ def test_deepscaler_duplicates(deepscaler):
     assert sum(len(rows) - 1 for rows in coarse) == 1343
     for rows in coarse:
         assert len({ours[row] for row in rows}) == 1
-    assert {22678, 28354} <= {r.row for group in groups if group.conflicting_value for r in group.records}
+    assert {22678, 28354} <= {r.row for group in groups if group.disagree() for r in group.records}
 
 
 def test_deepscaler_contamination(data_dir, deepscaler, benchmarks):

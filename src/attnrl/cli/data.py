@@ -85,7 +85,7 @@ def _report(records: Records, evals: list[Record], checked: bool) -> dict[str, A
         "duplicate_copies": sum(len(group.records) - 1 for group in groups),
         "duplicates": [_group(group) for group in groups],
         "conflicting": [_group(group) for group in groups if group.conflicting],
-        "conflicting_value": sum(group.conflicting_value for group in groups),
+        "conflicting_value": sum(group.disagree() for group in groups),
         "leaked_answers": [record.row for record in leaks(records)],
     }
     if checked:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from attnrl.data.records import Record, last_boxed
 from attnrl.types import content_hash
 
+BLOCK = 2048  # training rows whose keys are looked up together
 SHINGLE = 24  # characters of a key that two texts must share to be compared at all
 # What counts as the same wording, set on DeepScaleR and MATH against six benchmarks (docs/data.md lists the outcome).
 REPEAT_SHARE = 0.4  # of the longer key's shingles, where numbers and answer agree
@@ -91,13 +92,8 @@ class Duplicate:
 
     @property
     def conflicting(self) -> bool:
-        """The answers differ as written. Some only in spelling: `conflicting_value` asks the keys."""
+        """The answers differ as written. Some only in spelling: `disagree` asks the keys."""
         return len(self.answers) > 1
-
-    @property
-    def conflicting_value(self) -> bool:
-        """The answers still differ when spacing and markup are taken away."""
-        return self.disagree()
 
     def disagree(self, same: Same | None = None) -> bool:
         """Some record shares no answer with the first one: neither by key nor, where it is given, by `same`."""
@@ -151,10 +147,10 @@ def contamination(train: Iterable[Record], evals: Iterable[Record]) -> list[Over
     Texts are compared through the shingles of their keys (runs of 24 characters): equal keys are found whatever their
     length, and what shares shingles is then compared word by word, with its numbers and its answer.
     """
-    benchmarks = list(evals)
+    rows, benchmarks = list(train), list(evals)
     index = _Index(benchmarks)
     overlaps = []
-    for block in _blocks(list(train), 2048):
+    for block in (rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK)):
         similar = index.similar([_loose_key(record.problem) for record in block])
         for record, candidates in zip(block, similar, strict=True):
             judged = [_judge(record, benchmarks[i], share) for i, share in candidates]
@@ -162,11 +158,6 @@ def contamination(train: Iterable[Record], evals: Iterable[Record]) -> list[Over
             if found:
                 overlaps.append(max(found, key=lambda overlap: (overlap.kind == "repeat", overlap.share)))
     return overlaps
-
-
-def _blocks(records: list[Record], size: int) -> Iterator[list[Record]]:
-    for start in range(0, len(records), size):
-        yield records[start : start + size]
 
 
 def _loose_key(problem: str) -> str:
