@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,17 +83,8 @@ class LocalBackend:
 
     def score(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
         """Log-probs, entropy and FCI of finished responses, from one forward pass each. Paper: Eq. 4-6."""
-        scores: list[Scores] = score(
-            plain(self.model),
-            requests,
-            delta=scoring.delta,
-            key_reduce=scoring.key_reduce,
-            temperature=scoring.temperature,
-            token_budget=self.score_tokens,
-            fci=scoring.fci,
-            report=self.scored,
-        )
-        return scores
+        asked: dict[str, Any] = asdict(scoring)
+        return score(plain(self.model), requests, **asked, token_budget=self.score_tokens, report=self.scored)
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One pass over the samples in minibatches; returns metrics and raises the version. Paper: Eq. 1."""
