@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attnrl.analysis.page import write_whole
-from attnrl.analysis.score_page import HeadMap, Response, build_score_page, map_page
+from attnrl.analysis.score_page import HeadMap, build_score_page, map_page, response_page
 from browser import BINARY, MISSING, Browser
 
 ATTACK = "<script>window.attacked = 1</script><img src=x onerror='window.attacked = 2'>"
@@ -36,8 +36,8 @@ def test_long_maps_are_coarse_and_keep_their_peaks() -> None:
 @pytest.mark.skipif(BINARY is None, reason=MISSING)
 def test_in_the_browser(tmp_path: Path) -> None:
     alpha = np.tril(np.random.default_rng(0).random((12, 12)).astype(np.float32))
-    responses = [Response("a", ATTACK, steps(12), HeadMap(1, 2, alpha)), Response("b", "a prompt", steps(3))]
-    page = write_whole(build_score_page("M", responses, 4), tmp_path / "score.html")
+    shown = response_page("a", ATTACK, steps(12), HeadMap(1, 2, alpha)), response_page("b", "a prompt", steps(3), None)
+    page = write_whole(build_score_page("M", shown, 4), tmp_path / "score.html")
     browser = Browser()
     try:
         browser.open(page.as_uri())

@@ -29,37 +29,26 @@ class HeadMap:
     alpha_SS: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Response:
-    """One scored response: `steps` as `attnrl.score` gives them."""
-
-    name: str
-    prompt: str
-    steps: Sequence[dict[str, Any]]
-    map: HeadMap | None = None
-
-
-def build_score_page(model: str, responses: Sequence[Response], delta: int) -> str:
-    """The page of these responses, model text as text."""
-    pages = [response_page(response) for response in responses]
-    payload = shell([], forests=[], pages=[], responses=pages, model=model, delta=delta)
+def build_score_page(model: str, pages: Sequence[dict[str, Any]], delta: int) -> str:
+    """The page of these responses (`response_page` each), model text as text."""
+    payload = shell([], forests=[], pages=[], responses=list(pages), model=model, delta=delta)
     return render("score", f"{model}: {counted(len(pages), 'response')}", payload, SCRIPTS)
 
 
-def response_page(response: Response) -> dict[str, Any]:
-    """One response as plain values: a step is [start, stop, text, FCI, entropy, position null, why, branch point]."""
-    steps = [
+def response_page(name: str, prompt: str, steps: Sequence[dict[str, Any]], head: HeadMap | None) -> dict[str, Any]:
+    """One response, its `steps` as `attnrl.score` gives them, as plain values: a step is [start, stop, text, FCI,
+    entropy, position null, why, branch point].
+    """
+    rows = [
         [
             *(step["start"], step["stop"], step["text"].translate(VISIBLE)),
             *(clean(step["fci"]), clean(step["entropy"]), clean(step["position_null"])),
             *(step.get("why") or "", bool(step["branch_point"])),
         ]
-        for step in response.steps
+        for step in steps
     ]
-    page: dict[str, Any] = {"name": response.name, "prompt": response.prompt.translate(VISIBLE), "steps": steps}
-    if response.map is not None:
-        page["map"] = map_page(response.map)
-    return page
+    page: dict[str, Any] = {"name": name, "prompt": prompt.translate(VISIBLE), "steps": rows}
+    return page if head is None else {**page, "map": map_page(head)}
 
 
 def map_page(found: HeadMap) -> dict[str, Any]:

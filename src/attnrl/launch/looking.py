@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnrl.analysis.score_page import HeadMap, Response, build_score_page
+from attnrl.analysis.score_page import HeadMap, build_score_page, response_page
 from attnrl.types import ScoreRequest, Scores, Scoring
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def score_page(model: str, scored: Sequence[Scored], names: Sequence[str], delta: int) -> str:
     """The HTML page of these responses, each with its map. Paper: Fig. 2."""
     rows = zip(names, scored, strict=True)
-    return build_score_page(model, [Response(name, one.text, one.steps, one.map) for name, one in rows], delta)
+    return build_score_page(model, [response_page(name, one.text, one.steps, one.map) for name, one in rows], delta)
 
 
 def head_maps(
