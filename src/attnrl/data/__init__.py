@@ -1,28 +1,9 @@
 """Prompts in: records from files and the hub, audits, the prompt stream, the benchmarks, made-up tasks."""
 
-from attnrl.data.audit import clean, contamination, decontaminate, duplicates, leaks
-from attnrl.data.benchmarks import BENCHMARKS, SIX, Benchmark, load_benchmark
-from attnrl.data.prompts import TEMPLATE, Dropped, render_benchmark, render_prompts
-from attnrl.data.records import Record, Records, Skipped, load_records
+from attnrl.data.audit import clean, decontaminate
+from attnrl.data.benchmarks import load_benchmark
+from attnrl.data.prompts import render_prompts
+from attnrl.data.records import load_records
 from attnrl.data.stream import PromptStream
 
-__all__ = [
-    "BENCHMARKS",
-    "SIX",
-    "TEMPLATE",
-    "Benchmark",
-    "Dropped",
-    "PromptStream",
-    "Record",
-    "Records",
-    "Skipped",
-    "clean",
-    "contamination",
-    "decontaminate",
-    "duplicates",
-    "leaks",
-    "load_benchmark",
-    "load_records",
-    "render_benchmark",
-    "render_prompts",
-]
+__all__ = ["PromptStream", "clean", "decontaminate", "load_benchmark", "load_records", "render_prompts"]

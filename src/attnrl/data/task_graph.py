@@ -123,7 +123,7 @@ def _draw_chain(
         if position in joined:
             second = joined[position]
             kind = rng.choice([kind for kind in spec.kinds if kind in ("plus", "minus")])
-            chain.append(Quantity(name, _apply(spec, kind, first.value, second.value), kind, first.name, second.name))
+            chain.append(Quantity(name, apply(spec, kind, first.value, second.value), kind, first.name, second.name))
             if not 0 <= chain[-1].value < spec.numbers:
                 return chain
             continue
@@ -149,16 +149,17 @@ def _draw_operation(
             if not seconds:
                 continue
             second = rng.choice(seconds)
-            quantity = Quantity(name, _apply(spec, kind, first.value, second.value), kind, first.name, second.name)
+            quantity = Quantity(name, apply(spec, kind, first.value, second.value), kind, first.name, second.name)
         else:
             constant = rng.randint(CONSTANTS[0], min(CONSTANTS[1], spec.numbers - 1))
-            value = _apply(spec, kind, first.value, constant)
+            value = apply(spec, kind, first.value, constant)
             quantity = Quantity(name, value, kind, first.name, constant=constant)
         if 0 <= quantity.value < spec.numbers:
             return quantity
 
 
-def _apply(spec: TaskConfig, kind: TaskKind, first: int, second: int) -> int:
+def apply(spec: TaskConfig, kind: TaskKind, first: int, second: int) -> int:
+    """The count that an operation makes of two."""
     value = {"+": first + second, "-": first - second, "*": first * second}[SIGNS[kind]]
     return value if spec.modulus is None else value % spec.modulus
 

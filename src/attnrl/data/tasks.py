@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import operator
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Literal, TypeVar
 from attnrl.config import TaskConfig
 from attnrl.data import forks
 from attnrl.data.records import Record
-from attnrl.data.task_graph import NAMES, SIGNS, Graph, Quantity, draw_graph
+from attnrl.data.task_graph import NAMES, SIGNS, Graph, Quantity, apply, draw_graph
 from attnrl.errors import ConfigError
 
 __all__ = ["NAMES", "Task", "as_records", "different_tasks", "make_task", "make_tasks", "task_stream"]
@@ -51,7 +50,6 @@ EQUATIONS: dict[str, str] = {
     "minus": "- {name} = {first} - {second}",
 }
 WORDINGS: dict[str, dict[str, str]] = {"sentences": SENTENCES, "list": LINES, "equations": EQUATIONS}
-OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 MODULUS = "All counts are modulo {modulus}."
 QUESTION = "How many {name} are there?"
 TEST_BUCKETS = 16  # one problem in this many belongs to the test split
@@ -260,12 +258,11 @@ def _believed_values(spec: TaskConfig, graph: Graph, rng: random.Random) -> dict
     values = {q.name: q.value for q in graph.all}
     if not spec.errors:
         return values
-    assert spec.modulus is not None
     for q in reversed(graph.trace):
         if q.kind is None:
             continue
         second = values[q.second] if q.second else q.constant
-        values[q.name] = OPERATIONS[SIGNS[q.kind]](values[q.first], second) % spec.modulus
+        values[q.name] = apply(spec, q.kind, values[q.first], second)
         if rng.random() < spec.errors:
             values[q.name] = _other(values[q.name], spec, rng)
     return values

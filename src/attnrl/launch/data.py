@@ -13,7 +13,6 @@ from attnrl.types import counted
 
 if TYPE_CHECKING:
     from attnrl.data.records import Record
-    from attnrl.data.tasks import Split
     from attnrl.types import Prompt
 
 Say = Callable[[str], None]
@@ -26,6 +25,7 @@ def train_records(config: Config, say: Say) -> list[Record]:
     from attnrl.data.audit import clean, decontaminate
     from attnrl.data.benchmarks import load_benchmark
     from attnrl.data.records import LARGEST, load_records
+    from attnrl.data.tasks import as_records
 
     data = config.data
     if not data.train:
@@ -33,7 +33,7 @@ def train_records(config: Config, say: Say) -> list[Record]:
     records: list[Record] = []
     for source in data.train:
         if source == "tasks":
-            records += task_records(config, "train", data.train_tasks)
+            records += as_records(data.tasks, "train", data.train_tasks)
             continue
         found = load_records(source, strict=not data.drop_bad_rows, columns=data.columns)
         if not found.records:
@@ -56,13 +56,6 @@ def train_records(config: Config, say: Say) -> list[Record]:
         say(cleaned.report())
         records = list(cleaned.records)
     return records
-
-
-def task_records(config: Config, split: Split, count: int) -> list[Record]:
-    """Made-up tasks of a split as records."""
-    from attnrl.data.tasks import as_records
-
-    return as_records(config.data.tasks, split, count, seed=config.data.tasks.seed)
 
 
 def wording(config: Config) -> dict[str, Any]:
@@ -106,10 +99,11 @@ def _benchmark(config: Config, name: str) -> list[Record]:
     from attnrl.data.benchmarks import BENCHMARKS, load_benchmark
     from attnrl.data.gym import gym_records
     from attnrl.data.records import load_records
+    from attnrl.data.tasks import as_records
 
     count, seed = config.evaluation.tasks, config.data.tasks.seed
     if name == "tasks":
-        return task_records(config, "test", count)
+        return as_records(config.data.tasks, "test", count)
     if name.startswith("gym:"):
         return gym_records(name.removeprefix("gym:"), "test", count, seed)
     if name in BENCHMARKS:

@@ -63,10 +63,7 @@ class Experiment:
     segment: Callable[[Ids], tuple[Step, ...]]
     decode: Callable[[Ids], str]
     grade: Grade
-    sampling: Sampling
-    scoring: Scoring
-    max_tokens: int
-    rows: int
+    config: Config
 
 
 def disrupt(
@@ -96,7 +93,6 @@ def disrupt(
     prompts = evaluation_prompts(config, records, tokenizer)
     jobs = all_jobs(prompts, samples, seed)
     asked = {"model": "demo" if model == "demo" else path, "seed": seed, **_settings(config)}
-    wanted = config.evaluation
     with (
         open_trials(Path(output), asked) as (done, log),
         rewards,
@@ -108,10 +104,7 @@ def disrupt(
             segment=segmenting(bound, tokenizer),
             decode=decoder(tokenizer),
             grade=rewards.grade,
-            sampling=Sampling(wanted.temperature, wanted.top_p),
-            scoring=Scoring(True, config.algo.delta, config.algo.key_reduce, wanted.temperature),
-            max_tokens=wanted.max_response_tokens,
-            rows=config.engine.local.rows,
+            config=config,
         )
         missing = [job for job in jobs if job[0] not in done]
         for start in range(0, len(missing), chunk):
@@ -141,11 +134,13 @@ def run_chunk(jobs: Sequence[Job], shared: Experiment) -> list[dict[str, Any]]:
     """For each response one line: what it was, and its trials."""
     from attnrl.local.disrupt import continue_without
 
-    requests = [Request(p.ids, shared.max_tokens, s) for _, p, s in jobs]
-    originals = generate_by(shared.backend, requests, shared.sampling)
+    algo, wanted = shared.config.algo, shared.config.evaluation
+    sampling, limit = Sampling(wanted.temperature, wanted.top_p), wanted.max_response_tokens
+    requests = [Request(p.ids, limit, s) for _, p, s in jobs]
+    originals = generate_by(shared.backend, requests, sampling)
     steps = [shared.segment(rollout.ids) for rollout in originals]
     asked = [ScoreRequest(p.ids, r.ids, s) for (_, p, _), r, s in zip(jobs, originals, steps, strict=True)]
-    scores = score_by(shared.backend, asked, shared.scoring)
+    scores = score_by(shared.backend, asked, Scoring(True, algo.delta, algo.key_reduce, wanted.temperature))
     chosen = [choices(*row) for row in zip(jobs, steps, scores, strict=True)]
     spots = [(i, kind, k) for i, found in enumerate(chosen) for kind, k in found.items()]
     requests, hidden = [], []
@@ -153,11 +148,13 @@ def run_chunk(jobs: Sequence[Job], shared: Experiment) -> list[dict[str, Any]]:
         _, prompt, stream = jobs[i]
         stop = steps[i][k].stop
         context = np.concatenate([prompt.ids, originals[i].ids[:stop]])
-        requests.append(Request(context, max(shared.max_tokens - stop, 1), stream + 1 + k))
+        requests.append(Request(context, max(limit - stop, 1), stream + 1 + k))
         hidden.append((len(prompt.ids) + steps[i][k].start, len(prompt.ids) + stop))
     drawn = (
-        shared.backend.generate(requests, shared.sampling),
-        continue_without(shared.backend.model, shared.tokenizer, requests, hidden, shared.sampling, shared.rows),
+        shared.backend.generate(requests, sampling),
+        continue_without(
+            shared.backend.model, shared.tokenizer, requests, hidden, sampling, shared.config.engine.local.rows
+        ),
     )
     whole = [
         [

@@ -125,11 +125,11 @@ def load_tokenizer(model: str) -> Any:
     return load(model)
 
 
-def decoder(tokenizer: Any) -> Callable[[Ids], str]:
-    """Token ids -> text, special tokens left out."""
+def decoder(tokenizer: Any, *, special: bool = False) -> Callable[[Ids], str]:
+    """Token ids -> text; special tokens left out, or kept."""
 
     def decode(ids: Ids) -> str:
-        text: str = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        text: str = tokenizer.decode(ids.tolist(), skip_special_tokens=not special)
         return text
 
     return decode

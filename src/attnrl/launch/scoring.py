@@ -21,7 +21,7 @@ from attnrl.errors import ConfigError, DataError
 from attnrl.launch.data import wording
 from attnrl.launch.evaluating import settings_of
 from attnrl.launch.looking import head_maps
-from attnrl.launch.models import check_model, find_engine, load_tokenizer, open_engine
+from attnrl.launch.models import check_model, decoder, find_engine, load_tokenizer, open_engine
 from attnrl.launch.parts import FCI_KEYS, check_parts, segmenting, taken_by
 from attnrl.types import Ids, Prompt, Rollout, ScoreRequest, Scores, Scoring, Trunk, Verdict, as_ids
 
@@ -94,11 +94,7 @@ def score(
             metrics.update(metrics_by(backend))
         load = partial(load_weights, path, device=config.engine.local.device, dtype=config.model.dtype)
         drawn = head_maps(backend, load, requests[:maps], found[:maps], scoring)
-
-    def decode(ids: Ids) -> str:
-        text: str = tokenizer.decode(ids.tolist())
-        return text
-
+    decode = decoder(tokenizer, special=True)
     return [
         Scored(r.prompt, r.response, s, step_records(r, s, decode, bound["rule"], config), decode(r.prompt), m)
         for r, s, m in zip_longest(requests, found, drawn)
