@@ -14,7 +14,7 @@ from attnrl.errors import ConfigError
 from attnrl.evaluation.estimates import RESAMPLES
 from attnrl.evaluation.log import Log, open_log
 from attnrl.evaluation.results import Report, Response
-from attnrl.types import Attempt, Grade, Ids, Prompt, Request, Rollout, Sampling, content_hash, counted
+from attnrl.types import Attempt, Grade, Ids, Prompt, Request, Sampling, content_hash, counted
 
 Job = tuple[str, int, int, Prompt]  # benchmark, row (from 1), sample, prompt
 
@@ -63,7 +63,10 @@ def evaluate(
             Request(p.ids, max_tokens, request_seed(seed, name, row - 1, n), f"{p.uid}/{n}")
             for name, row, n, p in batch
         ]
-        return grade_rollouts(batch, generate_by(sampler, requests, sampling), decode=decode, grade=grade)
+        rollouts = generate_by(sampler, requests, sampling)
+        attempts = [Attempt.of(job[-1], r.ids, r.finish, decode) for job, r in zip(batch, rollouts, strict=True)]
+        graded = zip(batch, attempts, grade(attempts), strict=True)
+        return [Response.of(*job[:3], attempt, verdict) for job, attempt, verdict in graded]
 
     with open_log(out_dir, asked) as (done, log):
         responses = _draw_all(jobs, draw, done, log, chunk or (512 if log is not None else len(jobs)), progress)
@@ -105,15 +108,6 @@ def _draw_all(
             found |= {(r.benchmark, r.row, r.sample): r for r in responses}
             advance(responses)
     return [found[job[:3]] for job in jobs]
-
-
-def grade_rollouts(
-    jobs: Sequence[Job], rollouts: Sequence[Rollout], *, decode: Callable[[Ids], str], grade: Grade
-) -> list[Response]:
-    """The graded responses."""
-    attempts = [Attempt.of(j[-1], r.ids, r.finish, decode) for j, r in zip(jobs, rollouts, strict=True)]
-    graded = zip(jobs, attempts, grade(attempts), strict=True)
-    return [Response.of(*job[:3], attempt, verdict) for job, attempt, verdict in graded]
 
 
 def request_seed(seed: int, benchmark: str, row: int, sample: int) -> int:
