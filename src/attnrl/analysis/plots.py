@@ -6,7 +6,7 @@ numbers in the paper: 4 FCI of problems, 5 pipeline, 6 branching, 7 sampling, 8 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -199,17 +199,13 @@ def problem_figure(plt: Any, methods: Sequence[Method]) -> Any:
         return None
     figure, places = plt.subplots(len(found), 2, figsize=(7, 2.7 * len(found)), squeeze=False, layout="constrained")
     for (name, cases), (left, right) in zip(found, places, strict=True):
-        sides: tuple[tuple[bool, str, Callable[[Problem], bool]], ...] = (
-            (False, "without signal", lambda c: not c.signal),
-            (True, "with signal", lambda c: c.signal),
-        )
         bins = np.quantile([c.fci for c in cases], np.linspace(0, 1, 100))[[0, -1]]
-        for number, (signal, label, fits) in enumerate(sides):
+        for number, (signal, label) in enumerate(((False, "without signal"), (True, "with signal"))):
             x, mean, low, high = means_by_iteration(cases, signal)
             style = {"color": COLOURS[1 - number], "linestyle": DASHES[number]}
             left.plot(x, mean, label=label, **style)
             left.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
-            values = [c.fci for c in cases if fits(c) and not c.dropped]
+            values = [c.fci for c in cases if c.signal == signal and not c.dropped]
             edges = np.linspace(bins[0], bins[1], 25).tolist()
             right.hist(values, bins=edges, density=True, histtype="step", label=f"{label} ({len(values)})", **style)
         left.set(title=f"{name}: mean FCI of prompts", xlabel="iteration", ylabel="mean FCI, 95 % interval")

@@ -182,12 +182,8 @@ def describe_flags(kind: type[BaseModel], short: Mapping[str, str] | None, words
         field, line = fields()[key], keys()[key]
         entries.append((f"--{name.replace('_', '-')}{_default(field)}", f"{line} ({key}){_choices(field)}"))
     if short is not None:
-        entries.append(
-            (
-                "--section.key VALUE",
-                "another key of the config that the command takes: `attnrl config --help` lists them",
-            )
-        )
+        other = "another key of the config that the command takes: `attnrl config --help` lists them"
+        entries.append(("--section.key VALUE", other))
     return "Flags:\n\n" + in_columns(entries) if entries else ""
 
 

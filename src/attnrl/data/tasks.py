@@ -88,10 +88,14 @@ class Task:
     solution: str  # steps apart by blank lines: plan, computations, checks, boxed answer
     answer: str
     operations: int  # computations the answer needs
-    difficulty: int  # 1 (up to 4 operations) to 5 (17 to 20)
     split: Split
     key: str
     decisive: tuple[int, ...] = ()  # numbers of the decisive steps of the solution, from 0; tasks with forks have some
+
+    @property
+    def difficulty(self) -> int:
+        """1 (up to 4 operations) to 5 (17 to 20)."""
+        return (self.operations + 3) // 4
 
     @property
     def prompt(self) -> str:
@@ -118,15 +122,8 @@ def make_task(spec: TaskConfig, split: Split, index: int, seed: int | None = Non
         return _fork_task(spec, rng, split)
     graph, key = _of_split(lambda: draw_graph(spec, rng), lambda g: g.key(spec.modulus), split)
     operations = sum(q.kind is not None for q in graph.trace)
-    return Task(
-        problem=write_problem(spec, graph, rng),
-        solution=write_solution(spec, graph, rng),
-        answer=str(graph.asked.value),
-        operations=operations,
-        difficulty=(operations + 3) // 4,
-        split=split,
-        key=key,
-    )
+    problem, solution = write_problem(spec, graph, rng), write_solution(spec, graph, rng)
+    return Task(problem, solution, str(graph.asked.value), operations, split, key)
 
 
 def _of_split(draw: Callable[[], G], identity: Callable[[G], str], split: Split) -> tuple[G, str]:
@@ -143,16 +140,9 @@ def _fork_task(spec: TaskConfig, rng: random.Random, split: Split) -> Task:
     graph, key = _of_split(lambda: forks.draw_fork(spec, rng), lambda g: g.key, split)
     operations = len(graph.parts) - len(graph.decisive)
     lines = [MODULUS.format(modulus=spec.modulus), *(f"- {line}" for line in graph.lines)]
-    return Task(
-        problem="\n".join([*lines, QUESTION.format(name=graph.asked)]),
-        solution=forks.write_fork(spec, graph, rng),
-        answer=str(graph.answer()),
-        operations=operations,
-        difficulty=(operations + 3) // 4,
-        split=split,
-        key=key,
-        decisive=graph.decisive,
-    )
+    problem = "\n".join([*lines, QUESTION.format(name=graph.asked)])
+    solution = forks.write_fork(spec, graph, rng)
+    return Task(problem, solution, str(graph.answer()), operations, split, key, graph.decisive)
 
 
 def task_stream(spec: TaskConfig, split: Split, seed: int | None = None, start: int = 0) -> Iterator[Task]:
