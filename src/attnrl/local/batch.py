@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,6 @@ from attnrl.attention.layout import lay_out
 from attnrl.attention.pages import (
     PAGE,
     Ints,
-    LayerShape,
     PagePool,
     Pages,
     bytes_per_token,
@@ -32,7 +30,7 @@ from attnrl.attention.pages import (
 )
 from attnrl.attention.trie import Trie, common_prefix, continue_trie, sorted_rows
 from attnrl.local.draw import uniforms
-from attnrl.local.forward import Forward, draw_column
+from attnrl.local.forward import Forward, Setup, draw_column
 from attnrl.local.graphs import Graphs
 from attnrl.local.paged_state import PagedState, Shape
 from attnrl.local.rows import RowTable
@@ -57,35 +55,19 @@ class PagedBatch:
     running ones are idle: they stand at position 0 of page 0 and draw tokens nobody reads, so that few graphs serve.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        layers: Sequence[LayerShape],
-        dtype: torch.dtype,
-        stops_V: NDArray[np.bool_],
-        *,
-        rows: int,
-        check_every: int,
-        prefill_tokens: int,
-        cache_bytes: int | None,
-        cuda_graphs: bool,
-    ) -> None:
-        self.model = model
-        self.device = next(model.parameters()).device
-        self.rows = rows
-        self.check_every = check_every
-        self.prefill_tokens = prefill_tokens
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.model, self.device = setup.model, setup.device
         self.waiting: list[int] = []
-        self.table = RowTable([], 0)
+        self.table = RowTable([], 0, setup.stops_V)
         self.stats = SamplerStats()
-        self._layers, self._dtype, self._stops_V, self._cache_bytes = tuple(layers), dtype, stops_V, cache_bytes
-        most = getattr(model.config, "max_position_embeddings", None)
+        most = getattr(self.model.config, "max_position_embeddings", None)
         self._last_position = 1 << 40 if most is None else most - 1  # a finished row runs on until the next look
         self._requests: Sequence[Request] = ()
         self._carry: _Carry | None = None
         self.pool: PagePool | None = None
-        self._graphs = Graphs(model, self.device, enabled=cuda_graphs)
-        self._forward = Forward(model, layers, dtype)
+        self._graphs = Graphs(self.model, self.device, enabled=setup.cuda_graphs)
+        self._forward = Forward(self.model, setup.layers, setup.dtype)
         self._make_state(0, 0)
 
     # A call
@@ -94,12 +76,12 @@ class PagedBatch:
         """Starts a call: all requests wait."""
         self.stats, self._requests = stats, requests
         self._graphs.weights_may_have_moved()
-        wanted = min(len(requests), self.rows)
-        sizes = sorted((len(r.context) + r.max_tokens + self.check_every for r in requests), reverse=True)
+        wanted = min(len(requests), self.setup.rows)
+        sizes = sorted((len(r.context) + r.max_tokens + self.setup.check_every for r in requests), reverse=True)
         self._allocate(wanted, sizes)
         self._forward.refresh()
         stats.rows, stats.fused, stats.cuda_graph = wanted, self._forward.fused is not None, self._graphs.enabled
-        self.table = RowTable(requests, wanted)
+        self.table = RowTable(requests, wanted, self.setup.stops_V)
         self.waiting = sorted_rows([as_ids(r.context) for r in requests])
 
     def close(self) -> None:
@@ -133,10 +115,10 @@ class PagedBatch:
     def _allocate(self, rows: int, sizes: list[int]) -> None:
         """A pool for what the rows can need at most, within the budget, and the device's state for so many rows."""
         longest = pages_for(sizes[0])
-        per_page = PAGE * bytes_per_token(self._layers, self._dtype)
+        per_page = PAGE * bytes_per_token(self.setup.layers, self.setup.dtype)
         need = sum(map(pages_for, sizes[:rows])) + rows + longest + 2  # `_fitting` asks for a page to grow
         pool = self.pool
-        budget = self._cache_bytes
+        budget = self.setup.cache_bytes
         if budget is None and self.device.type == "cuda":
             own = 0 if pool is None else pool.pages * pool.page_bytes
             kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
@@ -146,10 +128,10 @@ class PagedBatch:
         wanted = max(least, min(need, fitting))
         if pool is None or pool.pages < max(least, wanted * 9 // 10):
             self.release()
-            pool = self.pool = PagePool(self._layers, wanted, self._dtype, self.device)
+            pool = self.pool = PagePool(self.setup.layers, wanted, self.setup.dtype, self.device)
         pool.peak = 0
         self.stats.cache_bytes = pool.pages * pool.page_bytes
-        columns = max(pages_for(length_bucket(sizes[0])), pages_for(self.check_every) + 1)
+        columns = max(pages_for(length_bucket(sizes[0])), pages_for(self.setup.check_every) + 1)
         size = self._state.table_RM.shape
         if size[0] < step_rows(rows) or size[1] < columns:
             self._graphs.clear()
@@ -158,7 +140,7 @@ class PagedBatch:
     def _make_state(self, rows: int, columns: int) -> None:
         self._pages_RM = np.zeros((rows, columns), np.int32)  # the pages of each running row, and how many it holds
         self._held_R = np.zeros(rows, np.int64)
-        self._state = PagedState(self.model, self._layers, rows, columns, self.check_every)
+        self._state = PagedState(self.model, self.setup.layers, rows, columns, self.setup.check_every)
 
     # Admitting requests
 
@@ -184,12 +166,12 @@ class PagedBatch:
         if not fitting:
             return 0
         carried = None if self._carry is None else self._carry.context
-        trie = continue_trie(contexts[:fitting], carried, self.prefill_tokens)
+        trie = continue_trie(contexts[:fitting], carried, self.setup.prefill_tokens)
         taken = len(trie.paths)
         chosen = np.array(candidates[:taken], np.int64)
         pages, logits_NV = self._forward_contexts(contexts[:taken], trie)
         ids_N, logprobs_N = self._first_draw(logits_NV, table.streams[chosen], table.resumed[chosen], sampling)
-        for row, held in zip(table.admit(chosen, trie, ids_N, logprobs_N, self._stops_V), pages, strict=True):
+        for row, held in zip(table.admit(chosen, trie, ids_N, logprobs_N), pages, strict=True):
             if row < 0:
                 self._held().drop(held)
             else:
@@ -227,7 +209,7 @@ class PagedBatch:
             logits_NV = torch.cat([first, fresh_NV])
         else:
             assert carry is not None
-            for layer in range(len(self._layers)):
+            for layer in range(len(self.setup.layers)):
                 attention.stored(layer)
             logits_NV = carry.logits_V[None]
         kept = self._held().share(pages[-1])
@@ -252,10 +234,10 @@ class PagedBatch:
     def advance(self, sampling: Sampling) -> None:
         """Draws up to `check_every` tokens for each running row and lets ended rows go."""
         table = self.table
-        steps = table.steps(self.check_every)
+        steps = table.steps(self.setup.check_every)
         self._make_room(steps)
         ids_RC, logprobs_RC = self._run(steps, sampling)
-        ended = table.advance(ids_RC, logprobs_RC, self._stops_V)
+        ended = table.advance(ids_RC, logprobs_RC)
         self.stats.steps += steps
         self.stats.row_steps += steps * self._state.shape.rows
         if ended.any():

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -35,6 +37,26 @@ def sampling_mode(model: nn.Module) -> Iterator[None]:
     kernels = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if cuda else nullcontext()
     with evaluating(model), attending(model, None), kernels:
         yield
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setup:
+    """What a batch of rows is built for."""
+
+    model: Any
+    layers: tuple[LayerShape, ...]  # of the cache, and its dtype
+    dtype: torch.dtype
+    stops_V: NDArray[np.bool_]  # tokens that end a response
+    rows: int  # most that run at once
+    prefill_tokens: int  # of one forward over contexts
+    cache_bytes: int | None  # None: a share of what is free
+    check_every: int = 1  # decode steps between two looks for finished rows
+    cuda_graphs: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
 
 class ProbeAttention:

@@ -20,7 +20,8 @@ from attnrl.types import Finish, Ids, Request, Rollout
 class RowTable:
     """Host side of the running rows (the first `count`) and what has been drawn, per request."""
 
-    def __init__(self, requests: Sequence[Request], rows: int) -> None:
+    def __init__(self, requests: Sequence[Request], rows: int, stops_V: NDArray[np.bool_]) -> None:
+        self.stops_V = stops_V  # tokens that end a response
         limits = np.array([request.max_tokens for request in requests], np.int64)
         self.limits = limits
         self.offsets = np.concatenate([[0], np.cumsum(limits)[:-1]]).astype(np.int64)
@@ -35,12 +36,12 @@ class RowTable:
         self.request, self.token, self.length, self.drawn = np.zeros((4, rows), np.int64)
 
     def record(
-        self, request_R: Ints, drawn_R: Ints, ids_RC: Ints, logprobs_RC: NDArray[np.float32], stops_V: NDArray[np.bool_]
+        self, request_R: Ints, drawn_R: Ints, ids_RC: Ints, logprobs_RC: NDArray[np.float32]
     ) -> NDArray[np.bool_]:
         """Keeps each row's new tokens up to its end and returns which rows have ended: bool [R]."""
         column_C = np.arange(ids_RC.shape[1])
         after_RC = drawn_R[:, None] + column_C + 1
-        stop_RC = stops_V[ids_RC]
+        stop_RC = self.stops_V[ids_RC]
         end_RC = stop_RC | (after_RC >= self.limits[request_R][:, None])
         ended_R: NDArray[np.bool_] = np.any(end_RC, axis=1)
         last_R = np.where(ended_R, end_RC.argmax(axis=1), len(column_C) - 1)
@@ -63,10 +64,10 @@ class RowTable:
         left = self.limits[self.request[: self.count]] - self.drawn[: self.count]
         return min(most, int(left.max()))
 
-    def advance(self, ids_RC: Ints, logprobs_RC: NDArray[np.float32], stops_V: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def advance(self, ids_RC: Ints, logprobs_RC: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Keeps what all running rows have drawn; returns which have ended, bool [R]."""
         active, steps = slice(0, self.count), ids_RC.shape[1]
-        ended = self.record(self.request[active].copy(), self.drawn[active], ids_RC, logprobs_RC, stops_V)
+        ended = self.record(self.request[active].copy(), self.drawn[active], ids_RC, logprobs_RC)
         self.token[active] = ids_RC[:, -1]
         self.length[active] += steps
         self.drawn[active] += steps
@@ -78,15 +79,13 @@ class RowTable:
         streams = self.streams[self.request[active]]
         return np.stack([self.token[active], self.length[active], streams, self.drawn[active]])
 
-    def admit(
-        self, request_N: Ints, trie: Trie, ids_N: Ints, logprobs_N: NDArray[np.float32], stops_V: NDArray[np.bool_]
-    ) -> Ints:
+    def admit(self, request_N: Ints, trie: Trie, ids_N: Ints, logprobs_N: NDArray[np.float32]) -> Ints:
         """Keeps the first tokens drawn after the trie's contexts and adds a row for each request that goes on.
 
         Returns the row of each, -1 where its first token was its last. [N]
         """
         before = self.resumed[request_N]
-        goes_on = np.flatnonzero(~self.record(request_N, before, ids_N[:, None], logprobs_N[:, None], stops_V))
+        goes_on = np.flatnonzero(~self.record(request_N, before, ids_N[:, None], logprobs_N[:, None]))
         places = np.full(len(request_N), -1)
         places[goes_on] = added = np.arange(self.count, self.count + len(goes_on))
         self.request[added], self.token[added] = request_N[goes_on], ids_N[goes_on]

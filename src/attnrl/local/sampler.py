@@ -25,7 +25,7 @@ from attnrl.attention.pages import LayerShape
 from attnrl.errors import ConfigError, DataError
 from attnrl.local.batch import PagedBatch
 from attnrl.local.draw import check_sampling
-from attnrl.local.forward import ProbeAttention, sampling_mode
+from attnrl.local.forward import ProbeAttention, Setup, sampling_mode
 from attnrl.local.rows import RowTable
 from attnrl.local.slots import SlotBatch
 from attnrl.local.stats import SamplerStats
@@ -76,23 +76,17 @@ class Sampler:
         self.rows = (1024 if cuda else 256) if rows is None else rows
         look = (16 if cuda else 1) if check_every is None else check_every
         prefill = (16384 if cuda else 8192) if prefill_tokens is None else prefill_tokens
-        sizes: dict[str, Any] = {"rows": self.rows, "prefill_tokens": prefill}
-        for name, value in {**sizes, "check_every": look}.items():
+        for name, value in (("rows", self.rows), ("check_every", look), ("prefill_tokens", prefill)):
             if value < 1:
                 raise ConfigError(f"{name} = {value}: must be at least 1")
         if cuda_graphs and not cuda:
             raise ConfigError(f"cuda_graphs = true, but the model is on {self.device}; leave it unset")
         self.stats = SamplerStats()
         self._shared_tokens = self._context_tokens = 0  # since the last call of `metrics`
-        layers, dtype = self._probe_model()
-        stops_V = self._stop_table(stop_ids)
-        self.batch: Batch
-        if cuda if paged is None else paged:
-            graphs = cuda if cuda_graphs is None else cuda_graphs
-            sizes |= {"check_every": look, "cuda_graphs": graphs}
-            self.batch = PagedBatch(model, layers, dtype, stops_V, **sizes, cache_bytes=cache_bytes)
-        else:
-            self.batch = SlotBatch(model, layers, dtype, stops_V, **sizes, cache_bytes=cache_bytes)
+        graphs = cuda if cuda_graphs is None else cuda_graphs
+        shapes, stops_V = self._probe_model(), self._stop_table(stop_ids)
+        setup = Setup(model, *shapes, stops_V, self.rows, prefill, cache_bytes, look, graphs)
+        self.batch: Batch = PagedBatch(setup) if (cuda if paged is None else paged) else SlotBatch(setup)
 
     def metrics(self) -> dict[str, float]:
         """generate/shared_context: share of context tokens that another request had already run over, since the last

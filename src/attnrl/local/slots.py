@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from attnrl.attention.interface import attending
-from attnrl.attention.pages import LayerShape, bytes_per_token
+from attnrl.attention.pages import bytes_per_token
 from attnrl.attention.slots import Blocks, DecodeAttention, KVCache, row_blocks
 from attnrl.attention.trie import sorted_rows
 from attnrl.local.draw import draw, uniforms
+from attnrl.local.forward import Setup
 from attnrl.local.prefill import Carry, prefill
 from attnrl.local.rows import RowTable
 from attnrl.local.stats import SamplerStats, length_bucket
@@ -35,25 +34,12 @@ class SlotBatch:
     random stream, and how many tokens the row has drawn.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        layers: Sequence[LayerShape],
-        dtype: torch.dtype,
-        stops_V: NDArray[np.bool_],
-        *,
-        rows: int,
-        prefill_tokens: int,
-        cache_bytes: int | None,
-    ) -> None:
-        self.model = model
-        self.device = next(model.parameters()).device
-        self.rows = rows
-        self.prefill_tokens = prefill_tokens
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.model, self.device = setup.model, setup.device
         self.waiting: list[int] = []
-        self.table = RowTable([], 0)
+        self.table = RowTable([], 0, setup.stops_V)
         self.stats = SamplerStats()
-        self._layers, self._dtype, self._stops_V, self._cache_bytes = tuple(layers), dtype, stops_V, cache_bytes
         self._cache: KVCache | None = None
         self._requests: Sequence[Request] = ()
         self._carry: Carry | None = None
@@ -75,7 +61,7 @@ class SlotBatch:
         rows = self.stats.rows = self._rows_for(len(requests))
         if self._cache is not None and self._cache.rows < rows:
             self.release()
-        self.table = RowTable(requests, rows)
+        self.table = RowTable(requests, rows, self.setup.stops_V)
         self.waiting = sorted_rows([as_ids(r.context) for r in requests])
 
     def close(self) -> None:
@@ -95,12 +81,12 @@ class SlotBatch:
         begin = time.perf_counter()
         table = self.table
         contexts = [as_ids(self._requests[i].context) for i in candidates]
-        done = prefill(self.model, contexts, self._carry, self.prefill_tokens, self.device)
+        done = prefill(self.model, contexts, self._carry, self.setup.prefill_tokens, self.device)
         taken = len(done.trie.paths)
         chosen = np.array(candidates[:taken], np.int64)
         streams = torch.from_numpy(table.streams[chosen]).to(self.device)
         ids, logprobs = draw(done.logits_NV, uniforms(streams, torch.zeros_like(streams)), sampling)
-        places = table.admit(chosen, done.trie, ids.cpu().numpy(), logprobs.cpu().numpy(), self._stops_V)
+        places = table.admit(chosen, done.trie, ids.cpu().numpy(), logprobs.cpu().numpy())
         goes_on = np.flatnonzero(places >= 0)
         if len(goes_on):
             paths = [done.trie.paths[i] for i in goes_on]
@@ -122,7 +108,7 @@ class SlotBatch:
         ids_R, logprobs_R = self._step(cache, row_blocks(lengths, cache.capacity), sampling)
         self.stats.steps += 1
         self.stats.row_steps += table.count
-        ended = table.advance(ids_R.cpu().numpy()[:, None], logprobs_R.cpu().numpy()[:, None], self._stops_V)
+        ended = table.advance(ids_R.cpu().numpy()[:, None], logprobs_R.cpu().numpy()[:, None])
         if ended.any():
             source, target = table.remove(ended)
             if len(source):
@@ -167,7 +153,7 @@ class SlotBatch:
         cache = self._cache
         most = length_bucket(self._longest + 1)
         if cache is None:
-            cache = KVCache(self._layers, self.stats.rows, length_bucket(needed), self._dtype, self.device)
+            cache = KVCache(self.setup.layers, self.stats.rows, length_bucket(needed), self.setup.dtype, self.device)
         elif cache.capacity < needed:
             capacity = min(most, length_bucket(max(needed, cache.capacity * 3 // 2)))
             used = min(cache.capacity, int(self.table.length[: self.table.count].max()))
@@ -180,7 +166,7 @@ class SlotBatch:
 
     def _rows_for(self, requests: int) -> int:
         """How many rows may run at once: each must have room for the longest request."""
-        per_row = length_bucket(self._longest + 1) * bytes_per_token(self._layers, self._dtype)
-        budget = 4 << 30 if self._cache_bytes is None else self._cache_bytes
+        per_row = length_bucket(self._longest + 1) * bytes_per_token(self.setup.layers, self.setup.dtype)
+        budget = 4 << 30 if self.setup.cache_bytes is None else self.setup.cache_bytes
         fitting = max(1, budget // per_row)
-        return min(requests, self.rows, fitting)
+        return min(requests, self.setup.rows, fitting)
