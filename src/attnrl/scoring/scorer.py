@@ -21,7 +21,7 @@ from attnrl.errors import DataError
 from attnrl.scoring.entropy import logprobs_and_entropy
 from attnrl.scoring.fci import Sums, check_ids, make_sums, run_body, split_steps
 from attnrl.scoring.plan import KeyReduce, make_plan
-from attnrl.types import ScoreRequest, Scores
+from attnrl.types import ScoreRequest, Scores, Scoring
 
 TOKEN_BUDGET = 16384
 
@@ -108,11 +108,12 @@ def score(
     _check(model, requests, temperature)
     lengths = [len(r.prompt) + len(r.response) for r in requests]
     report = report if report is not None else ScoreReport()
+    asked = Scoring(fci, delta, key_reduce, temperature)
     results: list[Scores | None] = [None] * len(requests)
     with torch.no_grad():
         for members in bins_by_budget(lengths, token_budget, lone_from(model)):
             pack = [requests[i] for i in members]
-            scored = _score_pack(model, pack, delta, key_reduce, temperature, chunk, fci, report)
+            scored = _score_pack(model, pack, asked, chunk, report)
             for index, scores in zip(members, scored, strict=True):
                 results[index] = scores
     return [scores for scores in results if scores is not None]
@@ -144,19 +145,12 @@ def _check(model: torch.nn.Module, requests: Sequence[ScoreRequest], temperature
 
 
 def _score_pack(
-    model: torch.nn.Module,
-    pack: Sequence[ScoreRequest],
-    delta: int,
-    key_reduce: KeyReduce,
-    temperature: float,
-    chunk: int | None,
-    fci: bool,
-    report: ScoreReport,
+    model: torch.nn.Module, pack: Sequence[ScoreRequest], asked: Scoring, chunk: int | None, report: ScoreReport
 ) -> list[Scores]:
     device = next(model.parameters()).device
     lengths = [len(r.prompt) + len(r.response) for r in pack]
     spans = [[(len(r.prompt) + s.start, len(r.prompt) + s.stop) for s in r.steps] for r in pack]
-    plan = make_plan(lengths, spans, delta=delta, key_reduce=key_reduce)
+    plan = make_plan(lengths, spans, delta=asked.delta, key_reduce=asked.key_reduce)
     ids_T = np.concatenate([x for r in pack for x in (r.prompt, r.response)]).astype(np.int64)
     starts = np.cumsum([0, *lengths])[:-1]
     at_N = np.concatenate(
@@ -164,12 +158,12 @@ def _score_pack(
     )
     whole, part = _Clock(device), _Clock(device)
     with whole.measure():
-        sums = make_sums(plan, device) if fci else None
+        sums = make_sums(plan, device) if asked.fci else None
         hidden_TW, state = run_body(model, ids_T, lengths, _timed(sums, part))
         at = torch.from_numpy(at_N).to(hidden_TW.device)
         targets_N = torch.from_numpy(ids_T[at_N]).to(hidden_TW.device)
         logprobs, entropy = logprobs_and_entropy(
-            model, hidden_TW[at - 1], targets_N, temperature=temperature, chunk=chunk
+            model, hidden_TW[at - 1], targets_N, temperature=asked.temperature, chunk=chunk
         )
         best_S = sums.best_S if sums is not None else hidden_TW.new_zeros(len(plan.step_S))
         found = torch.cat([logprobs, entropy, best_S.to(logprobs)])
@@ -181,15 +175,9 @@ def _score_pack(
     report.attention_kinds |= state.kinds
     report.fci_kinds |= sums.kinds if sums is not None else {"off"}
     counts = [len(r.response) for r in pack]
-    return [
-        Scores(np.ascontiguousarray(a), np.ascontiguousarray(b), np.ascontiguousarray(c))
-        for a, b, c in zip(
-            split_steps(logprobs_N, counts),
-            split_steps(entropy_N, counts),
-            split_steps(fci_S, plan.counts),
-            strict=True,
-        )
-    ]
+    parts = ((logprobs_N, counts), (entropy_N, counts), (fci_S, plan.counts))
+    rows = zip(*(split_steps(*part) for part in parts), strict=True)
+    return [Scores(*map(np.ascontiguousarray, row)) for row in rows]
 
 
 def _timed(sums: Sums | None, clock: _Clock) -> Callable[..., None] | None:
