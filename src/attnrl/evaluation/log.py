@@ -58,7 +58,9 @@ def open_log(directory: Path | None, settings: Mapping[str, Any]) -> Iterator[tu
         return
     path = directory / RESPONSES
     with open_lines(path, "evaluation") as log:
-        _check_settings(directory, settings)
+        if changed := changed_settings(directory / SETTINGS, settings):
+            said = "; ".join(_change(key, *pair) for key, pair in changed.items())
+            raise ConfigError(f"{directory} holds an evaluation with other settings ({said}); name another --output")
         yield _parse(path, log.lines), log
 
 
@@ -74,18 +76,15 @@ def _parse(path: Path, lines: Sequence[bytes]) -> list[Response]:
     return responses
 
 
-def _check_settings(directory: Path, settings: Mapping[str, Any]) -> None:
-    """Remember the settings of a new evaluation; a continued one must have the same."""
-    file = directory / SETTINGS
+def changed_settings(file: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The settings that were others when the work was begun, and are now; those of new work are remembered."""
     asked = json.loads(json.dumps(settings))
     if not file.exists():
         write_whole(file, json.dumps(asked, indent=2) + "\n")
-        return
+        return {}
     begun = json.loads(file.read_text(encoding="utf-8"))
-    different = sorted(key for key in begun.keys() | asked.keys() if begun.get(key) != asked.get(key))
-    if different:
-        changes = "; ".join(_change(key, begun.get(key), asked.get(key)) for key in different)
-        raise ConfigError(f"{directory} holds an evaluation with other settings ({changes}); name another --output")
+    pairs = {key: (begun.get(key), asked.get(key)) for key in sorted(begun.keys() | asked.keys())}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _change(key: str, was: Any, now: Any) -> str:

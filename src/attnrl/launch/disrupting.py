@@ -16,7 +16,7 @@ from attnrl.analysis.pages import step_means
 from attnrl.backend import generate_by, score_by
 from attnrl.config import Config, check_taken, check_used
 from attnrl.errors import ConfigError
-from attnrl.evaluation.log import Log, open_lines
+from attnrl.evaluation.log import Log, changed_settings, open_lines
 from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
 from attnrl.launch.evaluating import DRAWN, begun_with, settings_of
 from attnrl.launch.models import (
@@ -199,10 +199,6 @@ def _settings(config: Config) -> dict[str, Any]:
 def open_trials(directory: Path, settings: Mapping[str, Any]) -> Iterator[tuple[dict[int, dict[str, Any]], Log]]:
     """The lines already there, by response, and the log to add to; refuses a directory of other settings or in use."""
     with open_lines(directory / FILE, "experiment") as log:
-        asked = json.loads(json.dumps(settings))
-        known = directory / SETTINGS
-        if known.exists() and (begun := json.loads(known.read_text("utf-8"))) != asked:
-            different = ", ".join(sorted(key for key in {*begun, *asked} if begun.get(key) != asked.get(key)))
-            raise ConfigError(f"{directory} holds an experiment with other settings ({different}); name another")
-        known.write_text(json.dumps(asked, indent=2) + "\n", "utf-8")
+        if changed := ", ".join(changed_settings(directory / SETTINGS, settings)):
+            raise ConfigError(f"{directory} holds an experiment with other settings ({changed}); name another")
         yield {line["response"]: line for line in map(json.loads, log.lines)}, log
