@@ -246,6 +246,18 @@ def test_resuming_with_another_config_names_the_key(tmp_path: Path) -> None:
         run_fake(tmp_path, "attnrl_1p5b", 4, resume=True, **{"algo.points": 3})
 
 
+def test_a_run_from_before_a_key_existed_goes_on_with_its_default_alone(tmp_path: Path) -> None:
+    run_fake(tmp_path, "attnrl_1p5b", 2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["update"]["optimizer"]
+    config["update"]["gradient_checkpointing"] = True  # as it was written then
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"update\.optimizer: was 'adamw', is now 'adamw_8bit'"):
+        run_fake(tmp_path, "attnrl_1p5b", 4, resume=True, **{"update.optimizer": "adamw_8bit"})
+    run_fake(tmp_path, "attnrl_1p5b", 4, resume=True)
+    assert [m["iteration"] for m in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
 def test_a_run_stops_at_its_number_of_generated_tokens(tmp_path: Path) -> None:
     run_fake(tmp_path, "attnrl_1p5b", 50, **{"run.generated_tokens": 20_000})
     totals = [m["generate/total_tokens"] for m in read_metrics(tmp_path)]

@@ -34,7 +34,7 @@ import pyarrow.parquet as pq
 from attnrl.algo.reasons import Reasons
 from attnrl.backend import Backend
 from attnrl.checkpoint import load_state, save_state
-from attnrl.config import may_change
+from attnrl.config import fields, may_change
 from attnrl.errors import ConfigError
 from attnrl.types import Forest, Ids, State
 from attnrl.version import __version__
@@ -168,7 +168,8 @@ def check_run(path: Path, config: dict[str, Any], *, resume: bool) -> State | No
     if recorded and not resume:
         raise ConfigError(f"--run-dir {path} already holds a run; add --resume to continue it, or choose another")
     if recorded:
-        changed = _differences(json.loads((path / "config.json").read_text()), config)
+        defaults = {key: field.get_default() for key, field in fields().items()}
+        changed = _differences(json.loads((path / "config.json").read_text()), config, defaults)
         free = may_change()
         if wrong := {key: values for key, values in changed.items() if key not in free}:
             lines = "".join(f"\n  {key}: was {old!r}, is now {new!r}" for key, (old, new) in wrong.items())
@@ -342,13 +343,16 @@ FOREST_SCHEMA = pa.schema(
 )
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted keys in which two configs differ, with both values."""
+def _differences(
+    old: dict[str, Any], new: dict[str, Any], defaults: dict[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys in which two configs differ, with both values. A key that the old one does not know has its default:
+    the run was started before there was a choice."""
     found: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*old, *new}):
-        a, b = old.get(key), new.get(key)
+        a, b = old.get(key, defaults.get(f"{prefix}{key}")), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict) and not key.endswith("options"):
-            found |= _differences(a, b, f"{prefix}{key}.")
+            found |= _differences(a, b, defaults, f"{prefix}{key}.")
         elif a != b:
             found[f"{prefix}{key}"] = (a, b)
     return found

@@ -481,10 +481,12 @@ def test_progress_counts_minibatches() -> None:
     assert seen == [(1, 2), (2, 2)]
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_resumed_learner_goes_on_exactly(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "optimizer"), [("linear", "adamw"), ("cosine", "adamw_offloaded"), ("linear", "adamw_8bit")]
+)
+def test_a_resumed_learner_goes_on_exactly(schedule: str, optimizer: str) -> None:
     """Weights, rate, counters and metrics of updates 3 to 6 are those of a learner that never stopped."""
-    options = section(lr=3e-3, lr_schedule=schedule, lr_warmup_updates=2, lr_decay_updates=7)
+    options = section(lr=3e-3, optimizer=optimizer, lr_schedule=schedule, lr_warmup_updates=2, lr_decay_updates=7)
     whole, first, second = tiny(), tiny(), tiny(seed=5)
     straight = Learner(whole, options=options)
     history = [straight.update(batch(seed=v), version=v) for v in range(6)]
@@ -499,6 +501,25 @@ def test_a_resumed_learner_goes_on_exactly(schedule: str) -> None:
     assert resumed.counters.updates == straight.counters.updates == 6
     left = {"linear": 1 / 5, "cosine": 0.5 * (1 - np.cos(np.pi / 5))}[schedule]  # of the five updates after the rise
     assert history[-1]["policy/lr"] == pytest.approx(3e-3 * left)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_offloaded_optimizer_learns_the_same_to_the_bit(dtype: torch.dtype) -> None:
+    """Microbatches, clipping and LoRA's frozen weights included; tensors keep their place."""
+    found = []
+    for optimizer in ("adamw", "adamw_offloaded"):
+        models = [tiny(dtype=dtype), add_lora(tiny(dtype=dtype), ModelConfig(lora_rank=4), seed=0)]
+        for model in models:
+            places = [p.data_ptr() for p in model.parameters()]
+            options = section(lr=3e-3, optimizer=optimizer, microbatch_tokens=30, max_grad_norm=0.1, **TWO)
+            learner = Learner(model, options=options)
+            metrics = [learner.update(batch(seed=v), version=v) for v in range(3)]
+            assert metrics[0]["train/microbatches"] > 2
+            assert places == [p.data_ptr() for p in model.parameters()]
+            found.append((metrics, [p.detach().clone() for p in model.parameters()]))
+    for plain, away in zip(found[:2], found[2:], strict=True):
+        assert plain[0] == away[0]
+        assert all(torch.equal(a, b) for a, b in zip(plain[1], away[1], strict=True))
 
 
 def test_a_resumed_learner_keeps_its_count_of_bad_updates() -> None:

@@ -53,6 +53,8 @@ def test_what_the_engine_does_not_do_is_refused():
         settings.check(load_config("", {"model.lora_rank": 8}), Llama(), learn=True)
     with pytest.raises(ConfigError, match=r"update\.fused is of engine local"):
         settings.check(load_config("", {"update.fused": True}), Llama(), learn=True)
+    with pytest.raises(ConfigError, match=r'optimizer = "adamw_8bit" is of engine local.*optimizer_offload=True'):
+        settings.check(load_config("", {"update.optimizer": "adamw_8bit"}), Llama(), learn=True)
     for layers in (3, "auto"):
         with pytest.raises(ConfigError, match=f"gradient_checkpointing = {layers!r} is of engine local"):
             settings.check(load_config("", {"update.gradient_checkpointing": layers}), Llama(), learn=True)

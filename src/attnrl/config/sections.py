@@ -46,7 +46,7 @@ class ModelConfig(Section):
     path: str = Field("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", min_length=1)
     """Directory or hub name of a Hugging Face decoder-only model; "demo" is the tiny model shipped with attnrl."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Weights of the policy; optimizer state is float32 always. auto: bfloat16 on CUDA, float32 on CPU."""
+    """Weights of the policy; the optimizer's masters are float32 always. auto: bfloat16 on CUDA, float32 on CPU."""
     lora_rank: int = Field(0, ge=0)
     """Rank of LoRA adapters; 0 trains full weights."""
     lora_alpha: Annotated[float, LORA] = Field(32.0, gt=0)
@@ -233,6 +233,8 @@ class UpdateConfig(Section):
     """Per-token loss: clip (Eq. 1), cispo, gspo, or package.module:function."""
     loss_options: dict[str, Any] = {}
     """Keyword options of the loss."""
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_offloaded"] = "adamw"
+    """AdamW with its state in float32 beside the model, with moments in 8 bits, or with its state in host memory."""
     lr: float = Field(1e-6, gt=0)
     """Learning rate of AdamW."""
     lr_warmup_updates: int = Field(0, ge=0)

@@ -62,6 +62,7 @@ class Learner:
         self.recompute = Recompute(self.hf, options.gradient_checkpointing)
         self.optimizer = MasterAdamW(
             model.parameters(),
+            kind=self.options.optimizer,
             betas=self.options.betas,
             weight_decay=self.options.weight_decay,
             clip_norm=self.options.max_grad_norm,

@@ -29,6 +29,11 @@ def check(config: Config, model_config: Any, *, learn: bool) -> None:
         raise ConfigError("engine verl trains full weights only: set model.lora_rank to 0, or use engine local")
     if config.update.fused:
         raise ConfigError("update.fused is of engine local: FSDP2 gathers weights around the model's own modules")
+    if config.update.optimizer != "adamw":
+        raise ConfigError(
+            f'update.optimizer = "{config.update.optimizer}" is of engine local: leave it out; verl offloads its own '
+            'by engine.verl.overrides = ["actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"]'
+        )
     if config.update.gradient_checkpointing not in ("all", "none"):
         raise ConfigError(
             f"update.gradient_checkpointing = {config.update.gradient_checkpointing!r} is of engine local: verl runs "
