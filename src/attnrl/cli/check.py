@@ -3,9 +3,9 @@
 Looks at everything before the GPU hours are spent, in a minute or so: loads
 config, data, tokenizer and model, renders one prompt as the model will see it,
 grades five rows with their gold and with nonsense, forecasts memory and time of
-an iteration, draws a few responses, runs every part of [algo] over them, compares
-the sampler's log-probs with the learner's, and makes an update at no learning
-rate, which must change nothing.
+an iteration, draws a few responses, runs every part of [algo] over them,
+compares the sampler's log-probs with the learner's, and makes an update at no
+learning rate, which must change nothing.
 
 Each line says ok, look (it may be meant so) or wrong; the exit code is 1 where
 something is wrong. Nothing is written.

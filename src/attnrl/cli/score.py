@@ -12,7 +12,7 @@ say it, any other model gets the paper's.
 The output has one row per step: row (of the input, from 1), step, start, stop
 (token range in the response), text, fci, entropy (mean over the step's tokens,
 nats), position_null (the FCI of uniform attention), thinking, branch_point, and
-why a step is none; the file's metadata names the model, of a run its checkpoint.
+why a step is none. Its metadata names the model, of a run its checkpoint.
 With --html also a page to look at: steps shaded by FCI, beside the position
 null, the entropy and the step-to-step attention of the head that decides.
 
