@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 
@@ -30,8 +31,19 @@ def test_a_killed_experiment_goes_on_to_the_same_end(tmp_path: Path, capsys: pyt
     assert run([*WORDS, "--output", str(output)]) == 0
     assert file.read_text() == whole
     assert (output / "results.json").read_text() == results
-    assert run([*WORDS, "--output", str(output), "--delta", "2"]) == 2
-    assert "other settings (delta)" in capsys.readouterr().err
+    for flags, change in (
+        (["--delta", "2"], "delta was 4, is now 2"),
+        (["--samples", "2"], "samples was {'tasks': 1}, is now {'tasks': 2}"),
+        (["--reward", "exact"], "reward was [{'name': 'math',"),
+        (["--task-count", "7"], "other problems, or another number of them, or another template: tasks"),
+    ):
+        assert run([*WORDS, "--output", str(output), *flags]) == 2
+        assert f"holds an experiment with other settings ({change}" in capsys.readouterr().err
+    assert file.read_text() == whole
+    with file.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert run([*WORDS, "--output", str(output)]) == 2
+    assert "another experiment is writing there" in capsys.readouterr().err
 
 
 def test_mistakes_are_said_before_a_model_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

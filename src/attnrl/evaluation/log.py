@@ -58,9 +58,7 @@ def open_log(directory: Path | None, settings: Mapping[str, Any]) -> Iterator[tu
         return
     path = directory / RESPONSES
     with open_lines(path, "evaluation") as log:
-        if changed := changed_settings(directory / SETTINGS, settings):
-            said = "; ".join(_change(key, *pair) for key, pair in changed.items())
-            raise ConfigError(f"{directory} holds an evaluation with other settings ({said}); name another --output")
+        check_settings(directory, settings, "evaluation")
         yield _parse(path, log.lines), log
 
 
@@ -76,15 +74,18 @@ def _parse(path: Path, lines: Sequence[bytes]) -> list[Response]:
     return responses
 
 
-def changed_settings(file: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The settings that were others when the work was begun, and are now; those of new work are remembered."""
+def check_settings(directory: Path, settings: Mapping[str, Any], what: str) -> None:
+    """Remember the settings of new work; what goes on must have the same."""
+    file = directory / SETTINGS
     asked = json.loads(json.dumps(settings))
     if not file.exists():
         write_whole(file, json.dumps(asked, indent=2) + "\n")
-        return {}
+        return
     begun = json.loads(file.read_text(encoding="utf-8"))
     pairs = {key: (begun.get(key), asked.get(key)) for key in sorted(begun.keys() | asked.keys())}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    if changed := [_change(key, was, now) for key, (was, now) in pairs.items() if was != now]:
+        said = "; ".join(changed)
+        raise ConfigError(f"{directory} holds an {what} with other settings ({said}); name another --output")
 
 
 def _change(key: str, was: Any, now: Any) -> str:

@@ -55,7 +55,7 @@ def evaluate(
         **asdict(sampling),
         "max_tokens": max_tokens,
         "seed": seed,
-        "prompts": {name: _fingerprint(rows) for name, rows in prompts.items()},
+        "prompts": {name: fingerprint(rows) for name, rows in prompts.items()},
     }
 
     def draw(batch: Sequence[Job]) -> list[Response]:
@@ -136,7 +136,7 @@ def check_samples(samples: Mapping[str, int], ks: Sequence[int] | None = None) -
             )
 
 
-def _fingerprint(prompts: Sequence[Prompt]) -> str:
+def fingerprint(prompts: Sequence[Prompt]) -> str:
     """Identity of a list of prompts: token ids and answers, in order."""
     return content_hash(*(f"{p.ids.tolist()} {p.answers}" for p in prompts))
 

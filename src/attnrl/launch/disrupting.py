@@ -16,7 +16,8 @@ from attnrl.analysis.pages import step_means
 from attnrl.backend import generate_by, score_by
 from attnrl.config import Config, check_taken, check_used
 from attnrl.errors import ConfigError
-from attnrl.evaluation.log import Log, changed_settings, open_lines
+from attnrl.evaluation.log import Log, check_settings, open_lines
+from attnrl.evaluation.sampling import fingerprint, request_seed
 from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
 from attnrl.launch.evaluating import DRAWN, begun_with, settings_of
 from attnrl.launch.models import (
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from attnrl.local.backend import LocalBackend
 
 TAKES = {"algo.segmenter", "algo.segmenter_options", "update.microbatch_tokens"}  # beside what an evaluation does
-FILE, SETTINGS = "trials.jsonl", "settings.json"
+FILE = "trials.jsonl"
 Job = tuple[int, Prompt, int]  # number of the response, its prompt, its seed
 
 
@@ -92,7 +93,7 @@ def disrupt(
     tokenizer = load_tokenizer(path)
     prompts = evaluation_prompts(config, records, tokenizer)
     jobs = all_jobs(prompts, samples, seed)
-    asked = {"model": "demo" if model == "demo" else path, "seed": seed, **_settings(config)}
+    asked = {"model": "demo" if model == "demo" else path, "seed": seed, **_settings(config, prompts, samples)}
     with (
         open_trials(Path(output), asked) as (done, log),
         rewards,
@@ -117,8 +118,6 @@ def disrupt(
 
 def all_jobs(prompts: Mapping[str, Sequence[Prompt]], samples: Mapping[str, int], seed: int) -> list[Job]:
     """Every response to draw, numbered; sample by sample over all prompts, so that a part is a fair part."""
-    from attnrl.evaluation.sampling import request_seed
-
     most = max(samples.values())
     asked = [
         (prompt, request_seed(seed, name, row, n))
@@ -188,17 +187,22 @@ def grade_all(items: Sequence[tuple[int, Ids, Rollout]], jobs: Sequence[Job], sh
     return shared.grade([Attempt.of(jobs[i][1], ids, rollout.finish, shared.decode) for i, ids, rollout in items])
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    names = ("benchmarks", "samples", "temperature", "top_p", "max_response_tokens", "tasks")
-    chosen = {name: getattr(config.evaluation, name) for name in names}
-    chosen |= {"delta": config.algo.delta, "key_reduce": config.algo.key_reduce, "segmenter": config.algo.segmenter}
-    return chosen | {"template": config.data.template, "data_tasks": config.data.tasks.model_dump(mode="json")}
+def _settings(config: Config, prompts: Mapping[str, Sequence[Prompt]], samples: Mapping[str, int]) -> dict[str, Any]:
+    """What the results of an experiment depend on, beside model and seed."""
+    keys = {"segmenter", "segmenter_options", "delta", "key_reduce", "grade_truncated"}
+    return {
+        "prompts": {name: fingerprint(rows) for name, rows in prompts.items()},
+        "samples": dict(samples),
+        **config.evaluation.model_dump(include={"temperature", "top_p", "max_response_tokens"}),
+        **config.algo.model_dump(include=keys),
+        "reward": [reward.model_dump() for reward in config.reward],
+        "dtype": config.model.dtype,
+    }
 
 
 @contextmanager
 def open_trials(directory: Path, settings: Mapping[str, Any]) -> Iterator[tuple[dict[int, dict[str, Any]], Log]]:
     """The lines already there, by response, and the log to add to; refuses a directory of other settings or in use."""
     with open_lines(directory / FILE, "experiment") as log:
-        if changed := ", ".join(changed_settings(directory / SETTINGS, settings)):
-            raise ConfigError(f"{directory} holds an experiment with other settings ({changed}); name another")
+        check_settings(directory, settings, "experiment")
         yield {line["response"]: line for line in map(json.loads, log.lines)}, log
