@@ -17,8 +17,9 @@ from attnrl.algo.adaptive import mean_fci
 from attnrl.analysis.comparison import common_budget, compare_runs, estimate, group_methods, numbers, paired
 from attnrl.analysis.forests import grouped, rebuild
 from attnrl.analysis.intervals import auc
+from attnrl.analysis.plots import FIGURES, panel_figure, problem_figure, pyplot
 from attnrl.analysis.problems import Problem, means_by_iteration, problems, separation
-from attnrl.analysis.records import RunRecord
+from attnrl.analysis.records import RunRecord, read_run
 from attnrl.analysis.tables import tables
 from attnrl.cli import run as command
 from attnrl.errors import DataError
@@ -154,6 +155,11 @@ def test_separation_by_hand() -> None:
     assert easy.low < -0.2 < easy.high < 0
     assert (easy.auc_fci, easy.auc_accuracy) == (1.0, 0.5)
     assert separation(cases[:10], "all") is None
+    one = separation(cases[9:20], "all")  # 0.19 against 0.3 to 0.39
+    assert one is not None
+    assert one.difference == pytest.approx(0.19 - 0.345)
+    assert math.isnan(one.low)
+    assert math.isnan(one.high)
 
 
 def test_auc_against_all_pairs() -> None:
@@ -169,6 +175,8 @@ def test_the_commands(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert "mean over seeds: tree 2, grpo 2" in said
     assert "baseline |" in said
+    assert command(["compare", *words, "--target", "80"]) == 2  # a share, not percent
+    assert "--target: Input should be less than or equal to 1, got 80" in capsys.readouterr().err
     nowhere = str(tmp_path / "no" / "t.tex")
     assert command(["compare", *words, "--output", nowhere]) == 2
     assert f"--output {nowhere}: the folder" in capsys.readouterr().err
@@ -182,6 +190,21 @@ def test_the_commands(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFi
     assert "grpo, all prompts: mean FCI" in said
     text = (tmp_path / "fig8_dynamics.svg").read_text()
     assert text.count("<path") > 50
+
+
+def test_iterations_are_whole_and_one_prompt_is_seen(runs: list[Path]) -> None:
+    pytest.importorskip("matplotlib")
+    (method,) = group_methods([read_run(path) for path in runs[2:]])
+    figure = problem_figure(pyplot(), [method])
+    assert figure is not None
+    left = figure.axes[0]
+    assert all(tick == int(tick) for tick in left.get_xticks())
+    assert all(line.get_marker() == "o" for line in left.get_lines())
+    few = panel_figure(pyplot(), [method], FIGURES["fig8_dynamics"])
+    for place in (few.axes[0], few.axes[1]):
+        place.set_xlim(1, 3)
+        assert place.get_xticks().tolist() == [1, 2, 3]
+    pyplot().close("all")
 
 
 def test_a_figure_without_data_says_why(

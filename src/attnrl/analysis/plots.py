@@ -158,6 +158,8 @@ def panel_figure(plt: Any, methods: Sequence[Method], panels: Sequence[Panel]) -
         if panel not in present:
             place.text(0.5, 0.5, "not logged by these runs", ha="center", va="center", transform=place.transAxes)
         place.set(title=panel.title, xlabel=AXIS_LABELS[panel.axis], ylabel=panel.label)
+        if panel.axis == "iterations":
+            place.xaxis.get_major_locator().set_params(integer=True)
         place.grid(alpha=0.25)
     named = {label: handle for p in places[0] for handle, label in zip(*p.get_legend_handles_labels(), strict=True)}
     figure.legend(named.values(), named, loc="outside lower center", ncols=max(len(named), 1), frameon=False)
@@ -203,7 +205,7 @@ def problem_figure(plt: Any, methods: Sequence[Method]) -> Any:
         for number, (signal, label) in enumerate(((False, "without signal"), (True, "with signal"))):
             x, mean, low, high = means_by_iteration(cases, signal)
             style = {"color": COLOURS[1 - number], "linestyle": DASHES[number]}
-            left.plot(x, mean, label=label, **style)
+            left.plot(x, mean, label=label, marker="o", markersize=2.5, **style)
             left.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
             values = [c.fci for c in cases if c.signal == signal and not c.dropped]
             edges = np.linspace(bins[0], bins[1], 25).tolist()
@@ -211,7 +213,9 @@ def problem_figure(plt: Any, methods: Sequence[Method]) -> Any:
         left.set(title=f"{name}: mean FCI of prompts", xlabel="iteration", ylabel="mean FCI, 95 % interval")
         right.set(title="all iterations", xlabel="mean FCI of a prompt", ylabel="density")
         right.margins(y=0.4)  # room for the legend above the bars
-        left.legend(frameon=False)
+        left.xaxis.get_major_locator().set_params(integer=True)
+        left.margins(y=0.4)
+        left.legend(frameon=False, loc="upper right")
         right.legend(frameon=False, loc="upper right")
     return figure
 

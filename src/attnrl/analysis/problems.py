@@ -63,7 +63,7 @@ class Separation:
     others: int
     mean_without: float
     mean_others: float
-    difference: float  # of mean FCI, without signal minus the others, and its 95 % interval
+    difference: float  # of mean FCI, without signal minus the others, and its 95 % interval; of one prompt none
     low: float
     high: float
     auc_fci: float  # chance that a prompt without signal has the lower FCI
@@ -83,7 +83,7 @@ def separation(cases: Sequence[Problem], scope: str) -> Separation | None:
         return None
     rng = np.random.default_rng(0)
     means = [np.asarray(side)[rng.integers(len(side), size=(4000, len(side)))].mean(axis=1) for side in (a, b)]
-    low, high = np.quantile(means[0] - means[1], [0.025, 0.975])
+    low, high = np.quantile(means[0] - means[1], [0.025, 0.975]) if min(len(a), len(b)) > 1 else (np.nan, np.nan)
     none = [not c.signal for c in kept]
     return Separation(
         scope=scope,

@@ -17,6 +17,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from attnrl.analysis.comparison import Axis, compare_runs
 from attnrl.analysis.records import read_run
 from attnrl.analysis.report import named_runs
@@ -33,7 +35,7 @@ class CompareFlags(Section):
     """run directories of `attnrl train` with held-out evaluations."""
     at: Axis = "iterations"
     """What is equal: the least at which a run was last evaluated is the budget of all."""
-    target: float | None = None
+    target: float | None = Field(None, ge=0, le=1)
     """Accuracy, from 0 to 1, whose cost is asked for; by default the worst final one of a method."""
     baseline: str | None = None
     """The method that differences are against; by default the first."""

@@ -14,6 +14,7 @@ Examples:
 
 from __future__ import annotations
 
+from math import isnan
 from pathlib import Path
 
 from attnrl.analysis.comparison import group_methods
@@ -48,9 +49,11 @@ def main(argv: list[str]) -> None:
         cases = [case for run in method.runs for case in problems(run.forest_files)]
         for scope in ("all", "easy"):
             if found := separation(cases, scope):
+                few = "(one prompt on a side: no interval)"
+                interval = few if isnan(found.low) else f"[{found.low:+.3g}, {found.high:+.3g}]"
                 print(
                     f"{method.name}, {scope} prompts: mean FCI {found.mean_without:.4g} of {found.without} without "
                     f"signal, {found.mean_others:.4g} of {found.others} with; difference {found.difference:+.3g} "
-                    f"[{found.low:+.3g}, {found.high:+.3g}]; AUC of low FCI {found.auc_fci:.3f}, of trunk accuracy "
+                    f"{interval}; AUC of low FCI {found.auc_fci:.3f}, of trunk accuracy "
                     f"{found.auc_accuracy:.3f}"
                 )
