@@ -35,6 +35,16 @@ def test_mistakes_end_in_one_line(words: list[str], capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err.splitlines()[-1].startswith("attnrl report: ")
 
 
+@pytest.mark.parametrize("command", ["report", "view", "compare", "figures"])
+def test_a_folder_of_runs_is_said_to_be_one(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dirs = [str(small_run(tmp_path / "demo" / name)) for name in ("a", "b")]
+    out = ["--out", str(tmp_path / "figures")] if command == "figures" else []
+    assert run([command, str(tmp_path / "demo"), *out]) == 2
+    assert (
+        f"{tmp_path / 'demo'} is no run directory, but holds some; give {' '.join(dirs)}\n" in capsys.readouterr().err
+    )
+
+
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         run(["report", "--help"])

@@ -148,6 +148,16 @@ def test_bad_flags_are_named_before_anything_loads(tmp_path: Path, capsys: pytes
     ):
         assert call(tmp_path / "no_model", source, *flags) == 2
         assert said in capsys.readouterr().err
+    forests = tmp_path / "run" / "forests"
+    forests.mkdir(parents=True)
+    output = ["--output", str(tmp_path / "o.parquet")]
+    for files, said in (((), "give a file in it"), (("000009", "000010"), f"such as {forests / '000010.parquet'}")):
+        for name in files:
+            (forests / f"{name}.parquet").touch()
+        assert call(tmp_path / "no_model", tmp_path / "run", *output) == 2
+        err = capsys.readouterr().err
+        assert f"--input {tmp_path / 'run'} is a directory" in err
+        assert said in err
     assert call(tmp_path / "no_model", tmp_path / "no.jsonl", "--output", str(tmp_path / "o.parquet")) == 2
     assert "no such file" in capsys.readouterr().err
 

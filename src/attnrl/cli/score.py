@@ -106,6 +106,10 @@ def main(argv: list[str]) -> None:
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """(row number from 1, row) of every response in the file; of forests, of every trunk."""
+    if path.is_dir():
+        forests = sorted((path / "forests").glob("*.parquet"))
+        hint = f"the responses of this run are in files such as {forests[-1]}" if forests else "give a file in it"
+        raise MissingFileError(f"--input {path} is a directory; {hint}")
     if path.suffix == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq

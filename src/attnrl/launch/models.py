@@ -161,8 +161,8 @@ def pin_model(name: str, say: Callable[[str], None], begun: str = "") -> str:
     path = newest_model(name)
     if name == "demo" or path == name:
         return name
-    if begun and Path(begun).parent.parent == Path(name) / "checkpoints":
-        say(f"{name} stands for {begun}, as at the beginning" + ("" if begun == path else f"; its newest is {path}"))
+    if begun not in ("", path) and Path(begun).parent.parent == Path(name) / "checkpoints":
+        say(f"{name} stands for {begun}, as at the beginning; its newest is {path}")
         return begun
     say(f"{name} stands for its newest checkpoint, {path}")
     return path
