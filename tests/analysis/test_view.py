@@ -141,6 +141,17 @@ class TestInTheBrowser:
         # entries that begin alike show where they differ
         assert table_column(browser, "problem") == ["… 302: how many coins does the box hold?"]
 
+    def test_a_filter_that_cannot_be_read_is_said_and_filters_nothing(
+        self, browser: Browser, served: Callable[..., View], run: Path
+    ) -> None:
+        browser.open(served(run).url + "#trees?iteration=abc&value_min=x&tokens_max=0.5e9")
+        said = browser.wait("(t => t.startsWith('18 of 18') && t)(document.querySelector('#count').innerText)")
+        assert "Iteration “abc” is not read: give 14 or 10-20" in said
+        assert "V(root) “x” is not read: give a number" in said
+        assert "tokens" not in said
+        browser.run("location.hash = '#trees?iteration=1%20-%203'")
+        browser.wait("/^12 of 18 forests of 3 iterations$/.test(document.querySelector('#count').innerText)")
+
     def test_the_keyboard_is_enough(self, browser: Browser, served: Callable[..., View], run: Path) -> None:
         browser.open(served(run).url)
         browser.wait("INDEX.all().length === 18")
@@ -323,7 +334,7 @@ class TestTheServer:
         view = served(run)
         for query, words in [
             ("forest?run=0&iteration=2&number=0", "demo has no forests of iteration 2"),
-            ("forest?run=0&iteration=1&number=99", "6 forests, none numbered 99"),
+            ("forest?run=0&iteration=1&number=99", "6 forests, none numbered 100"),
             ("forest?run=7&iteration=1&number=0", "no run 7"),
             ("forest?run=0&iteration=x&number=0", "iteration must be a number"),
         ]:

@@ -85,6 +85,10 @@ const TABLE_COLUMNS = [
 let order = []; // the rows of the table as filtered and sorted; the inspector walks along it
 const table = { hits: null, words: "", searching: false, cursor: 0 };
 
+const NUMBERS = { iteration: "Iteration", ...Object.fromEntries(Object.entries(RANGES).flatMap(([name, label]) => [[`${name}_min`, label], [`${name}_max`, label]])) };
+const isNumber = (name, text) => (name === "iteration" ? /^\s*\d+\s*(-\s*\d+\s*)?$/.test(text) : Number.isFinite(Number(text)));
+const unread = (q) => Object.keys(NUMBERS).filter((name) => q[name] && !isNumber(name, q[name])); // filters that say nothing one could filter by
+
 function matches(row, q) {
   if (q.run !== undefined && row.run !== Number(q.run)) return false;
   if (q.iteration) {
@@ -108,7 +112,9 @@ function sorted(rows, q) {
   const compare = (a, b) => { const x = value(a), y = value(b); return x < y ? -down : x > y ? down : a.run - b.run || b.iteration - a.iteration || b.interest - a.interest; };
   return rows.sort(compare);
 }
-function reorder(q) {
+function reorder(asked) {
+  const q = { ...asked };
+  unread(q).forEach((name) => delete q[name]);
   order = sorted(INDEX.all().filter((row) => matches(row, q)), q);
   return order;
 }
@@ -161,6 +167,7 @@ function tablePage(q) {
     const broken = [...INDEX.errors.values()];
     count.replaceChildren(`${order.length.toLocaleString("en")} of ${all.toLocaleString("en")} forests${table.searching ? ", searching…" : ""}`,
       SOURCE !== online() ? ` in this file (${counted(recorded, "iteration")} on record; attnrl view shows all)` : ready < recorded - broken.length ? `, ${ready} of ${recorded} iterations read` : ` of ${counted(ready, "iteration")}`,
+      ...unread(q).map((name) => el("span", { class: "wrong" }, ` · ${NUMBERS[name]} “${q[name]}” is not read: give ${name === "iteration" ? "14 or 10-20" : "a number"}`)),
       broken.length ? el("span", { class: "wrong" }, ` · ${broken[0]}${broken.length > 1 ? ` and ${broken.length - 1} more` : ""}`) : "");
     headers.forEach((th) => th.setAttribute("aria-sort", (q.sort || "iteration") === th.dataset.column ? (q.dir === "up" ? "ascending" : "descending") : "none"));
     draw();

@@ -101,7 +101,7 @@ class Watch:
             entries = index_file(file)
         if not 0 <= number < len(entries):
             raise MissingFileError(
-                f"{self.name}, iteration {iteration}: {len(entries)} forests, none numbered {number}"
+                f"{self.name}, iteration {iteration}: {len(entries)} forests, none numbered {number + 1}"
             )
         return visible_page(forest_page(read_entry(entries[number]), self.record()))
 
