@@ -1,4 +1,5 @@
-"""The tables of docs/own_model.md: what `attnrl check` would forecast for three sizes of Qwen2 models.
+"""The tables of docs/own_model.md, and of memory in docs/performance.md: what `attnrl check` would forecast for three
+sizes of Qwen2 models.
 
     python benchmarks/forecast.py
 
@@ -12,7 +13,7 @@ import json
 from typing import Any
 
 from attnrl.config import ModelConfig, load_config
-from attnrl.launch.forecast import GB, memory, shape_of, work
+from attnrl.launch.forecast import GB, MOMENT_BYTES, host_memory, memory, shape_of, work
 
 SIZES: dict[str, dict[str, Any]] = {  # of Qwen2.5-0.5B, DeepSeek-R1-Distill-Qwen-1.5B and -7B
     "0.5B": {
@@ -31,6 +32,9 @@ SIZES: dict[str, dict[str, Any]] = {  # of Qwen2.5-0.5B, DeepSeek-R1-Distill-Qwe
 SETTINGS: dict[str, dict[str, Any]] = {
     "as preset": {},
     "kl_weight 0": {"update.kl_weight": 0.0},
+    "8 bits": {"update.optimizer": "adamw_8bit"},
+    "offloaded": {"update.optimizer": "adamw_offloaded"},
+    "offloaded, kl_weight 0": {"update.optimizer": "adamw_offloaded", "update.kl_weight": 0.0},
     "LoRA 32": {"model.lora_rank": 32},
 }
 RESPONSES = 64  # of full length in the sampler's cache
@@ -43,7 +47,7 @@ FORWARD_MS = {"0.5B": 39.4, "1.5B": 81.3, "7B": 264.2}  # scoring 8,192 tokens, 
 
 
 def rows() -> list[dict[str, Any]]:
-    """One row a size and setting: billions of weights, trained ones, GB by item, GB in all without the cache."""
+    """One row a size and setting: weights, trained ones, GB by item, GB in all without the cache, GB of the host."""
     from transformers import Qwen2Config
 
     found = []
@@ -64,6 +68,7 @@ def rows() -> list[dict[str, Any]]:
                     "gb": items,
                     "total_gb": sum(items.values()),
                     "cache_gb": cache,
+                    "host_gb": host_memory(shape, config) / GB,
                 }
             )
     return found
@@ -72,11 +77,12 @@ def rows() -> list[dict[str, Any]]:
 def table(found: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     columns = [*found[0]["gb"]]
-    head = ["model", "setting", *columns, "in all", f"cache of {RESPONSES} responses"]
+    head = ["model", "setting", *columns, "in all", f"cache of {RESPONSES} responses", "host"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in found:
         cells = [f"{row['gb'][c]:.1f}" if row["gb"][c] else "-" for c in columns]
         cells += [f"**{row['total_gb']:.1f}**", f"{row['cache_gb']:.1f}"]
+        cells.append(f"{row['host_gb']:.1f}" if row["host_gb"] else "-")
         lines.append(f"| {' | '.join([row['size'], row['setting'], *cells])} |")
     return "\n".join(lines)
 
@@ -97,6 +103,46 @@ def fits(found: list[dict[str, Any]]) -> str:
             cells.append(f"{left:.0f} GB left, {at_once} responses" if left > 0 else "does not fit")
         lines.append(f"| {' | '.join([row['size'], row['setting'], *cells])} |")
     return "\n".join(lines)
+
+
+def layers() -> str:
+    """GB in all without the cache by layers that run again in backward, as Markdown."""
+    again = (28, 21, 14, 7, 0)
+    lines = [f"| model | optimizer | {' | '.join(map(str, again))} |", "|" + "---|" * (2 + len(again))]
+    for (size, optimizer), needs in by_layers().items():
+        lines.append(f"| {size} | `{optimizer}` | {' | '.join(f'{needs[count]:.0f}' for count in again)} |")
+    return "\n".join(lines)
+
+
+def kept() -> str:
+    """Which optimizer fits which GPU, and how many of 28 layers need not run again where a tenth is left free, as
+    Markdown."""
+    heads = ["all layers again", *(f"{gpu} GB GPU" for gpu in GPUS)]
+    lines = [f"| model | optimizer | {' | '.join(heads)} |", "|" + "---|" * (2 + len(heads))]
+    for (size, optimizer), needs in by_layers().items():
+        cells = [f"{needs[-1]:.1f}"]
+        for gpu in GPUS:
+            again = next((count for count, need in enumerate(needs) if need <= 0.9 * gpu), None)
+            cells.append(
+                "does not fit" if again is None else f"{gpu - needs[-1]:.0f} GB left, {28 - again} of 28 layers kept"
+            )
+        lines.append(f"| {size} | `{optimizer}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def by_layers() -> dict[tuple[str, str], list[float]]:
+    """GB in all without the cache by model and optimizer, for 0 to 28 layers that run again."""
+    from transformers import Qwen2Config
+
+    found = {}
+    for size in ("1.5B", "7B"):
+        shape = shape_of(Qwen2Config(**SIZES[size]), ModelConfig())
+        for optimizer in MOMENT_BYTES:
+            keys = [{"update.optimizer": optimizer, "update.gradient_checkpointing": n} for n in range(29)]
+            configs = [load_config("attnrl_1p5b", one) for one in keys]
+            needs = [sum(memory(shape, config, weight_bytes=2).values()) / GB for config in configs]
+            found[size, optimizer] = needs
+    return found
 
 
 def hours() -> str:
@@ -125,7 +171,7 @@ def main() -> None:
     parser.add_argument("--out", help="write the rows as JSON")
     out = parser.parse_args().out
     found = rows()
-    print(table(found), fits(found), hours(), sep="\n\n")
+    print(table(found), fits(found), layers(), kept(), hours(), sep="\n\n")
     if out:
         with open(out, "w") as file:
             json.dump(found, file, indent=2)

@@ -137,8 +137,9 @@ def test_own_model_tables_are_what_the_functions_say():
     script = runpy.run_path(str(ROOT / "benchmarks" / "forecast.py"))
     page = (ROOT / "docs/own_model.md").read_text(encoding="utf-8")
     found = script["rows"]()
-    for made in (script["table"](found), script["fits"](found), script["hours"]()):
+    for made in (script["table"](found), script["fits"](found), script["layers"](), script["hours"]()):
         assert made in page
+    assert script["kept"]() in (ROOT / "docs/performance.md").read_text(encoding="utf-8")
 
 
 def test_metrics_page_names_what_a_run_records(here):

@@ -15,7 +15,7 @@ import attnrl
 from attnrl.cli import run
 from attnrl.config import ModelConfig, load_config
 from attnrl.errors import TrainingError
-from attnrl.launch.forecast import GB, Shape, activations, cache_bytes, memory, shape_of, work
+from attnrl.launch.forecast import GB, Shape, activations, cache_bytes, host_memory, memory, shape_of, work
 from attnrl.launch.models import model_path
 from attnrl.local.backend import LocalBackend
 from attnrl.local.models import load_weights
@@ -269,6 +269,13 @@ def test_memory_by_hand():
     # a response longer than the microbatch is a microbatch of its own
     longer = load_config("", {**TINY, "sampling.max_response_tokens": 60})
     assert activations(SHAPE, longer, weight_bytes=2) == 64 * 2 * 304 + 600
+    # moments of 8 bits: 2 bytes a weight and 8 a block of 256; offloaded: 4 + 8 bytes on the host, no master here
+    eight = memory(SHAPE, load_config("", {"update.optimizer": "adamw_8bit"}), weight_bytes=2)
+    assert (eight["float32 masters"], eight["Adam"], eight["gradients"]) == (4000, 2031.25, 4000)
+    away = load_config("", {"update.optimizer": "adamw_offloaded"})
+    left = memory(SHAPE, away, weight_bytes=2)
+    assert (left["float32 masters"], left["Adam"], left["gradients"]) == (0, 0, 4000)
+    assert (host_memory(SHAPE, away), host_memory(SHAPE, config)) == (12_000, 0)
     plain = memory(SHAPE, load_config("", {"update.kl_weight": 0.0}), weight_bytes=4)
     assert plain["float32 masters"] == plain["reference"] == plain["cache"] == 0
 
@@ -315,3 +322,23 @@ def test_the_forecast_is_near_what_was_measured_at_1p5b(checkpointing, measured_
     assert shape.weights == 1_543_714_304
     total = sum(memory(shape, load_config("", settings), weight_bytes=torch.bfloat16.itemsize).values())
     assert total / GB == pytest.approx(measured_gb, rel=0.05)
+
+
+def test_the_documented_setting_of_7b_fits_one_gpu_of_141_gb():
+    """By the arithmetic, at the paper's response limit of 8,192 tokens; the paper's own setting does not."""
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(
+        hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        intermediate_size=18944, vocab_size=152064, tie_word_embeddings=False,
+    )  # fmt: skip
+    shape, total = shape_of(config, ModelConfig()), {}
+    for preset in ("attnrl_7b", "attnrl_7b_one_gpu"):
+        made = load_config(preset)
+        assert made.sampling.max_response_tokens == 8192
+        items = memory(shape, made, weight_bytes=2, cached_rows=64)
+        cache = items.pop("cache") / GB
+        total[preset] = sum(items.values()) / GB
+    assert total["attnrl_7b"] > 141
+    assert (141 - total["attnrl_7b_one_gpu"]) / 2 > cache  # the sampler takes half of what is left
+    assert host_memory(shape, load_config("attnrl_7b_one_gpu")) / GB == pytest.approx(91.4, abs=0.1)

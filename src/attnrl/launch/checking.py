@@ -28,7 +28,7 @@ from attnrl.launch.data import (
     prompt_stream,
     train_records,
 )
-from attnrl.launch.forecast import GB, memory, shape_of, work
+from attnrl.launch.forecast import GB, host_memory, memory, shape_of, work
 from attnrl.launch.models import decoder, load_tokenizer, open_engine
 from attnrl.launch.parts import scoring_of, segmenting
 from attnrl.launch.training import Say, make_ready, say_plainly
@@ -191,6 +191,9 @@ def forecast_memory(config: Config, path: str, found: Findings) -> None:
     shape = shape_of(path, config.model)
     rows = min(config.engine.local.rows, config.algo.prompts * config.algo.group)
     items = memory(shape, config, weight_bytes=width, cached_rows=rows)
+    away = host_memory(shape, config)
+    if not cuda:
+        items["offloaded"] = away
     fixed = sum(items.values()) - items["cache"]
     cache = min(items["cache"], max(0.0, (there - fixed) / 2)) if cuda else min(items["cache"], 4 * 2**30)
     lines = [f"{(fixed + cache) / GB:.2f} GB of {there / GB:.0f} GB on {device} ({shape.weights:,} weights):"]
@@ -201,10 +204,13 @@ def forecast_memory(config: Config, path: str, found: Findings) -> None:
         )
     if fixed > there:
         lines.append(
-            'lower update.microbatch_tokens, set update.gradient_checkpointing = "all", update.kl_weight = 0 or '
-            "model.lora_rank"
+            'lower update.microbatch_tokens, set update.gradient_checkpointing = "all", update.kl_weight = 0, '
+            'update.optimizer = "adamw_offloaded" or model.lora_rank'
         )
-    found.add("wrong" if fixed > there else "look" if fixed + cache > 0.9 * there else "ok", "memory", "\n".join(lines))
+    if cuda and away:
+        lines.append(f"and {away / GB:.2f} GB of the host's {_host_bytes() / GB:.0f} GB for masters and Adam")
+    short = fixed > there or away > _host_bytes()
+    found.add("wrong" if short else "look" if fixed + cache > 0.9 * there else "ok", "memory", "\n".join(lines))
 
 
 def _host_bytes() -> int:

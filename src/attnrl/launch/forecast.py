@@ -11,6 +11,7 @@ from typing import Any
 
 from attnrl.config import Config, ModelConfig
 
+MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "adamw_offloaded": 0.0}  # of a trained weight, on the device
 LOGIT_ELEMENTS = 2**27  # logits of a chunk, by default (attnrl.policy.logprobs)
 GB = 1e9
 
@@ -64,17 +65,23 @@ def memory(shape: Shape, config: Config, *, weight_bytes: int, cached_rows: int 
     `weight_bytes`: 2 for bfloat16, 4 for float32. `cached_rows`: responses of full length in the sampler's cache.
     """
     update, half = config.update, weight_bytes < 4
+    masters = half and not host_memory(shape, config)
     reference = update.kl_weight > 0 and not config.model.lora_rank
     longest = config.data.max_prompt_tokens + config.sampling.max_response_tokens
     return {
         "weights": shape.weights * weight_bytes,
-        "float32 masters": shape.trained * 4 if half else 0,
-        "Adam": shape.trained * 8,
+        "float32 masters": shape.trained * 4 if masters else 0,
+        "Adam": shape.trained * MOMENT_BYTES[update.optimizer],
         "gradients": shape.trained * 4,
         "reference": shape.weights * weight_bytes if reference else 0,
         "activations": activations(shape, config, weight_bytes=weight_bytes),
         "cache": cached_rows * longest * cache_bytes(shape, weight_bytes),
     }
+
+
+def host_memory(shape: Shape, config: Config) -> int:
+    """Bytes of host memory that an offloaded optimizer takes: float32 masters and both moments."""
+    return shape.trained * 12 if config.update.optimizer == "adamw_offloaded" else 0
 
 
 def cache_bytes(shape: Shape, weight_bytes: int) -> int:
