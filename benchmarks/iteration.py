@@ -43,6 +43,13 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
     },
+    "7B": {
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -163,6 +170,8 @@ def main() -> None:
     parser.add_argument("--lengths", action="store_true", help="responses end at drawn lengths, not at the limit")
     parser.add_argument("--plain", action="store_true", help="the last iteration again, the plain way")
     parser.add_argument("--fused", action="store_true", help="update.fused: the learner's own kernels")
+    parser.add_argument("--layers", default="all", help="update.gradient_checkpointing: layers that run again")
+    parser.add_argument("--optimizer", default="adamw", help="update.optimizer")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -195,6 +204,8 @@ def main() -> None:
                 "evaluation.every": 0,
                 "engine.name": "iteration:engine",
                 "update.fused": args.fused,
+                "update.gradient_checkpointing": int(args.layers) if args.layers.isdigit() else args.layers,
+                "update.optimizer": args.optimizer,
                 "engine.local.rows": args.rows,
                 "update.microbatch_tokens": args.microbatch_tokens,
                 "run.iterations": args.iterations,
