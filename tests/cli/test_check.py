@@ -15,6 +15,7 @@ import attnrl
 from attnrl.cli import run
 from attnrl.config import ModelConfig, load_config
 from attnrl.errors import TrainingError
+from attnrl.launch.checking import Findings, forecast_memory
 from attnrl.launch.forecast import GB, Shape, activations, cache_bytes, host_memory, memory, shape_of, work
 from attnrl.launch.models import model_path
 from attnrl.local.backend import LocalBackend
@@ -342,3 +343,13 @@ def test_the_documented_setting_of_7b_fits_one_gpu_of_141_gb():
     assert total["attnrl_7b"] > 141
     assert (141 - total["attnrl_7b_one_gpu"]) / 2 > cache  # the sampler takes half of what is left
     assert host_memory(shape, load_config("attnrl_7b_one_gpu")) / GB == pytest.approx(91.4, abs=0.1)
+
+
+def test_an_offloaded_optimizer_on_a_cpu_takes_the_memory_that_is_forecast():
+    """1,124,736 weights: 12 bytes each for masters and moments, 4 for gradients; the CPU is the host."""
+    findings = Findings(say=lambda text: None)
+    forecast_memory(load_config("demo", {"update.optimizer": "adamw_offloaded"}), str(model_path("demo")), findings)
+    (finding,) = findings.rows
+    assert finding.level == "ok"
+    assert "offloaded 0.01" in finding.said
+    assert "Adam" not in finding.said

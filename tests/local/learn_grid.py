@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from attnrl.config import UpdateConfig
+from attnrl.local import recompute
 from attnrl.local.learner import Learner
 from attnrl.local.models import prepare_model
 from attnrl.types import Sample, as_floats, as_ids
@@ -54,6 +55,21 @@ def gradients(learner: Learner, rows: list[Sample]) -> torch.Tensor:
     return torch.cat([m.grad.flatten() for m in learner.optimizer.masters if m.grad is not None])
 
 
+def check_counting(rows: list[Sample]) -> None:
+    """What fused layers keep is counted, and nothing changes by it: inputs are the residual and what is added to it."""
+    found = []
+    recompute.free_bytes = lambda device: 1e12
+    for again in ("none", "auto"):
+        options = UpdateConfig(kl_weight=0.0, gradient_checkpointing=again, fused=True)
+        learner = Learner(make("qwen2", torch.float32), options=options)
+        found.append(gradients(learner, rows))
+    kept = learner.recompute.kept
+    assert kept is not None
+    assert kept.entry == 2 * SHAPE["hidden_size"] * 4
+    assert kept.whole > 5 * kept.entry
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-6
+
+
 def main() -> None:
     warnings.filterwarnings("error", message=".*(fused|shared)")
     rows = samples()
@@ -72,12 +88,13 @@ def main() -> None:
             assert bool(learner.decoders) == fused
             assert learner.checked
         plain, ours = found
-        case = {"kind": kind, "dtype": str(dtype), "shared_and_checkpointed": both}
+        case = {"kind": kind, "dtype": str(dtype), "shared": both, "again": again}
         print(
             json.dumps(
                 case | {"error": float((ours - plain).norm() / plain.norm()), "norm": metrics["policy/grad_norm"]}
             )
         )
+    check_counting(rows)
 
 
 if __name__ == "__main__":

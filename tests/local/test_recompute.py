@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, OPTConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPTNeoXConfig, OPTConfig, Qwen2Config
 
 from attnrl.cli.flags import read_value
 from attnrl.config import ModelConfig, UpdateConfig, load_config
@@ -27,6 +27,9 @@ SIZE: dict[str, Any] = {"vocab_size": 37, "hidden_size": 32, "num_hidden_layers"
 CONFIGS: dict[str, Any] = {
     "qwen2": Qwen2Config(**SIZE, intermediate_size=48, num_key_value_heads=2),
     "gpt2": GPT2Config(vocab_size=37, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=64),
+    "gemma2": Gemma2Config(  # windows and soft-caps: its attention runs again by itself too
+        **SIZE, intermediate_size=48, num_key_value_heads=2, head_dim=8, sliding_window=6, query_pre_attn_scalar=8
+    ),
     "gpt_neox": GPTNeoXConfig(**SIZE, intermediate_size=48),
     "opt": OPTConfig(**SIZE, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64),
 }
@@ -61,7 +64,9 @@ def gradients(model: Any, **keys: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize(("kind", "lora"), [("qwen2", False), ("qwen2", True), ("gpt2", False), ("gpt_neox", False)])
+@pytest.mark.parametrize(
+    ("kind", "lora"), [("qwen2", False), ("qwen2", True), ("gpt2", False), ("gpt_neox", False), ("gemma2", False)]
+)
 def test_gradients_do_not_depend_on_which_layers_run_again(kind: str, lora: bool, share: bool) -> None:
     """To the bit: the same operations over the same numbers, some of them twice."""
     kept = gradients(tiny(kind, lora=lora), gradient_checkpointing="none", share_prefixes=share)
