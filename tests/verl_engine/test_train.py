@@ -150,6 +150,17 @@ def test_killed_driver_rank_and_server_then_resumed_equals_uninterrupted(home, w
     assert metrics(run) == metrics(whole)
 
 
+def test_servers_of_their_own_draw_while_ranks_update_and_the_run_is_the_same(home):
+    """The overlapped schedule with servers that take turns with the ranks, and with one on a GPU of its own."""
+    preset = tiny.write_preset(home, "attnrl_1p5b", 1, algo=f'{ADAPTIVE}\nschedule = "overlapped"')
+    for name, gpus in (("turns", 0), ("apart", 1)):
+        words = [preset, "--run.iterations", 3, "--engine.verl.server_gpus", gpus, "--run-dir", home / name]
+        code, lines = finish(attnrl("train", *words))
+        assert code == 0, "\n".join(lines[-40:])
+    assert [row["policy/version"] for row in metrics(home / "apart")] == [1, 2, 3]
+    assert metrics(home / "apart") == metrics(home / "turns")
+
+
 def test_other_commands_read_what_the_cluster_wrote(home, whole):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

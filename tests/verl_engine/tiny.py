@@ -26,8 +26,8 @@ def environment() -> dict[str, str]:
 
 
 def overrides() -> list[str]:
-    """What a machine without an accelerator needs beside what the engine sets; the same at any number of ranks, because
-    it may not change on resume.
+    """What a machine without an accelerator needs beside what the engine sets; the same at any number of ranks and for
+    servers apart from them, because it may not change on resume.
     """
     rollout = {
         "enforce_eager": True,
@@ -37,11 +37,13 @@ def overrides() -> list[str]:
         "max_num_batched_tokens": 4096,
         "max_num_seqs": 64,
         "checkpoint_engine.update_weights_bucket_megabytes": 64,
+        "checkpoint_engine.backend": "file",  # for servers on GPUs of their own
+        "checkpoint_engine.custom_backend_module": "verl_cpu_sync",
         "+engine_kwargs.vllm.worker_extension_cls": "verl_cpu_vllm.CPUExtension",
     }
     found = [
         "trainer.device=cpu",
-        "+ray_kwargs.ray_init.num_gpus=2",
+        "+ray_kwargs.ray_init.num_gpus=3",
         "ray_kwargs.ray_init.num_cpus=16",
         "+ray_kwargs.ray_init.include_dashboard=False",
         "actor_rollout_ref.model.external_lib=verl_cpu_engine",

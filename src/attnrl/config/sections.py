@@ -75,6 +75,9 @@ class VerlConfig(Section):
     """Machines."""
     gpus_per_node: int = Field(8, ge=1, json_schema_extra=MAY_CHANGE)
     """GPUs, and ranks, of each."""
+    server_gpus: int = Field(0, ge=0, json_schema_extra=MAY_CHANGE)
+    """GPUs of their own for the servers, beside those of the ranks: they draw while ranks update (algo.schedule =
+    "overlapped"). 0: servers share the ranks' GPUs and take turns."""
     overrides: Names = ()
     """Further settings of verl, as `key=value`."""
     phase_limit_s: float = Field(3600.0, gt=0, json_schema_extra=MAY_CHANGE)

@@ -1,13 +1,13 @@
-"""The Backend over verl, from the driver's side: seven verbs."""
+"""The Backend over verl, from the driver's side: seven verbs, and `begin`."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,20 +15,18 @@ from uuid import uuid4
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import RayError
-from verl.checkpoint_engine import CheckpointEngineManager
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.rollout.llm_server import LLMServerManager
 
 from attnrl.config import Config
 from attnrl.errors import AttnRLError, ConfigError, DataError, MissingFileError, TrainingError
 from attnrl.policy.passes import minibatches
 from attnrl.policy.rates import Counters, learning_rate
 from attnrl.scoring.scorer import ScoreReport, check_requests
-from attnrl.types import Ids, Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring, as_floats, as_ids
+from attnrl.types import Ids, Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
 from attnrl.verl_engine import settings, worker
-from attnrl.verl_engine.arrival import SEED, TOKENS, Arrival, Checksum
+from attnrl.verl_engine.arrival import Arrival, Checksum
+from attnrl.verl_engine.servers import Servers
 from attnrl.verl_engine.session import Session
 from attnrl.verl_engine.sharded import together
 from attnrl.verl_engine.share import deal, share_packs
@@ -39,22 +37,13 @@ def say(line: str) -> None:
     print(f"verl: {line}", file=sys.stderr, flush=True)
 
 
-@dataclass(slots=True)
-class Counts:
-    """What happened since `metrics` was last asked."""
-
-    context_tokens: int = 0
-    cached_tokens: int = 0
-    scored: ScoreReport = field(default_factory=ScoreReport)  # time of the slowest rank, tokens of all
-    logprob_gap: float = 0.0
-    syncs: int = 0
-
-
 class VerlBackend:
-    """One policy on a Ray cluster: FSDP2 ranks that score and learn, vLLM servers on the same GPUs that generate.
+    """One policy on a Ray cluster: FSDP2 ranks that score and learn, vLLM servers that generate.
 
-    Servers hold weights and cache only while they generate; every call of another verb puts them to sleep. After each
-    weight sync every server answers a probe: its log-probs must be the learner's, and after an update other ones.
+    Servers on the ranks' GPUs hold weights and cache only while they generate; every call of another verb puts them to
+    sleep. Servers on GPUs of their own draw what was begun while ranks score and update, and get new weights when they
+    are next asked, once all that was begun has been drawn. After each weight sync every server answers a probe: its
+    log-probs must be the learner's, and after an update other ones.
 
     A checkpoint holds `model/` (Hugging Face format), `actor/` (shards, for any number of ranks) and `verl.json`.
 
@@ -77,38 +66,40 @@ class VerlBackend:
         self.config = settings.compose(self.overrides)
         self.options, self.temperature, self.seed = config.update, config.sampling.temperature, config.run.seed
         self.tokenizer, self.learns = tokenizer, learn
-        self.stop_ids = settings.stop_ids(model, tokenizer)
         self.budget = config.update.microbatch_tokens
         self.version = 0
         self.counters = Counters()
-        self.counts = Counts()
+        self.scored = ScoreReport()  # since `metrics` was last asked: time of the slowest rank, tokens of all
+        self.logprob_gap = 0.0  # as long
         self.watch = Watch(config.engine.verl.phase_limit_s, say)
-        self.awake = False
+        self.server_gpus = config.engine.verl.server_gpus
         self.drawn: list[Rollout] = []  # answers of the servers to the probe, not looked at yet
         self.closed = False
         say("overrides: " + " ".join(self.overrides))
         self.session = Session()
         with self._phase("start"):
-            self._start("actor_rollout_ref" if learn and self.options.kl_weight > 0 else "actor_rollout", run_dir)
+            role = "actor_rollout_ref" if learn and self.options.kl_weight > 0 else "actor_rollout"
+            self._start(role, settings.stop_ids(model, tokenizer), run_dir)
 
-    # ---- the seven verbs
+    # ---- the verbs
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """One rollout per request, in order. Requests of a tree go to one server, whose cache holds what they share."""
+        return self.begin(requests, sampling)()
+
+    def begin(self, requests: Sequence[Request], sampling: Sampling) -> Callable[[], list[Rollout]]:
+        """What gives the rollouts: drawn meanwhile by servers on GPUs of their own, drawn already by others."""
         if not requests:
-            return []
+            return list
         self._check_requests(requests)
-        if self.arrival.probe is None:
-            self.arrival.probe = requests[0].context[:256]
-        if not self.awake:
-            with self._phase("sync"):
-                self.sync.update_weights(global_steps=self.version)
-            self.awake = True
-            self.counts.syncs += 1
-            with self._phase("generate"):
-                self.drawn = asyncio.run(self._ask_probe())
+        if self.servers.held != self.version:
+            self._sync(requests[0].context[:256])
         with self._phase("generate"):
-            return asyncio.run(self._ask(requests, sampling))
+            if not self.servers.apart:
+                rollouts = self.servers.draw(requests, sampling)
+                return lambda: rollouts
+            drawing = self.servers.begin(requests, sampling)
+        return lambda: self._wait(drawing)
 
     def score(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
         """Log-probs, entropy and FCI, each rank over its share. Paper: Eq. 4-6."""
@@ -155,15 +146,14 @@ class VerlBackend:
         with self._phase("load"):
             self._call(worker.load, str(path.absolute()))
             self.arrival.loaded(self._checksum())
+        self.servers.held = None
         self.version, self.counters = state["version"], Counters(**state["counters"])
 
     def metrics(self) -> dict[str, float]:
         """What the engine did since it was last asked; see the class."""
-        counts, self.counts = self.counts, Counts()
         found = {f"engine/{name}_seconds": took for name, took in self.watch.take().items()}
-        found |= counts.scored.metrics()
-        found["generate/shared_context"] = counts.cached_tokens / max(1, counts.context_tokens)
-        found |= {"sync/count": float(counts.syncs), "sync/logprob_gap": counts.logprob_gap}
+        found |= self.scored.metrics() | self.servers.metrics() | {"sync/logprob_gap": self.logprob_gap}
+        self.scored, self.logprob_gap = ScoreReport(), 0.0
         if not self.closed and (held := max(self._call(worker.memory))):
             found["device/peak_memory_gb"] = held
         return found
@@ -177,8 +167,8 @@ class VerlBackend:
 
     # ---- servers and ranks
 
-    def _start(self, role: str, run_dir: Path | None) -> None:
-        """Ray, the worker group, the servers on the same GPUs, and the weight sync between the two."""
+    def _start(self, role: str, stop_ids: Sequence[int], run_dir: Path | None) -> None:
+        """Ray, the worker group, and the servers."""
         config = self.config
         if not ray.is_initialized():
             environment = OmegaConf.to_container(OmegaConf.create(get_ppo_ray_runtime_env(config)))
@@ -186,9 +176,10 @@ class VerlBackend:
             self.session.note_children()
         self.ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
         have = int(ray.cluster_resources().get("GPU", 0))
-        if have < self.ranks:
+        if have < self.ranks + self.server_gpus:
             raise ConfigError(
-                f"engine.verl.nodes x gpus_per_node asks for {self.ranks} GPUs, the Ray cluster has {have}"
+                f"engine.verl: nodes x gpus_per_node + server_gpus asks for {self.ranks + self.server_gpus} GPUs, the "
+                f"Ray cluster has {have}"
             )
         spec = {"pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
         pools = ResourcePoolManager(resource_pool_spec=spec, mapping={role: "pool"})
@@ -198,14 +189,9 @@ class VerlBackend:
         self.workers = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name=config.trainer.device)
         hosts = self._look(run_dir)
         self.vocabulary, self.shares = self._call(worker.start, self.options)[0]
-        self.servers = LLMServerManager.create(config=config, worker_group=self.workers, rollout_resource_pool=pool)
-        engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
-        engine.backend = "naive"
-        self.sync = CheckpointEngineManager(config=engine, actor_wg=self.workers, replicas=self.servers.get_replicas())
-        self.sync.sleep_replicas()
-        self.client = self.servers.get_client()
+        self.servers = Servers(config, self.workers, pool, stop_ids, apart=self.server_gpus > 0)
         self.arrival = Arrival(self.dtype, self._checksum())
-        say(f"{self.ranks} ranks on {len(hosts)} machines, {len(self.servers.get_replicas())} servers, {self.dtype}")
+        say(f"{self.ranks} ranks on {len(hosts)} machines, {len(self.servers.handles)} servers, {self.dtype}")
 
     def _look(self, run_dir: Path | None) -> set[str]:
         """The machines of the ranks, all of which see the run directory and the model; before the model is loaded."""
@@ -249,71 +235,43 @@ class VerlBackend:
         found: list[Any] = ray.get(self.workers.attnrl(*every))
         return found
 
+    def _sync(self, context: Ids) -> None:
+        """Servers get the weights of the ranks and answer the probe: the first context that a run asks for."""
+        if self.arrival.probe is None:
+            self.arrival.probe = context
+        with self._phase("sync"):
+            self.servers.sync(self.version)
+        with self._phase("generate"):
+            self.drawn = self.servers.probe(self.arrival.probe)
+        if self.servers.apart:
+            self._compare()
+
+    def _wait(self, drawing: Future[list[Rollout]]) -> list[Rollout]:
+        with self._phase("generate"):
+            return self.servers.wait(drawing)
+
     def _sleep(self) -> None:
-        """Servers give their memory back; then the ranks check what the servers said of the probe."""
-        if not self.awake:
+        """Servers on the ranks' GPUs give their memory back; then the ranks check what they said of the probe."""
+        if self.servers.held is None or self.servers.apart:
             return
         with self._phase("sync"):
-            self.sync.sleep_replicas()
-        self.awake = False
+            self.servers.sleep()
+        self._compare()
+
+    def _compare(self) -> None:
+        """The ranks check what the servers said of the probe."""
         drawn, self.drawn = self.drawn, []
         if drawn and self.arrival.probe is not None:
             asked = [ScoreRequest(self.arrival.probe, d.ids, ()) for d in drawn]
-            counted, self.counts.scored = self.counts.scored, ScoreReport()
+            scored, self.scored = self.scored, ScoreReport()
             scores = self._score(asked, Scoring(fci=False))
-            self.counts.scored = counted  # the probe is no part of the iteration's work
+            self.scored = scored  # the probe is no part of the iteration's work
             with self._phase("sync"):
-                self.counts.logprob_gap = max(self.counts.logprob_gap, self.arrival.arrived(drawn, scores))
+                self.logprob_gap = max(self.logprob_gap, self.arrival.arrived(drawn, scores))
 
     def _checksum(self) -> Checksum:
         found: Checksum = self._call(worker.checksum, self.dtype)[0]
         return found
-
-    async def _ask(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        async def one(request: Request) -> Rollout:
-            answer = await self.client.generate(
-                request.tree or uuid4().hex,
-                prompt_ids=request.context.tolist(),
-                sampling_params=self._parameters(sampling, request.max_tokens, request.seed),
-            )
-            self.counts.cached_tokens += answer.extra_fields.get("num_cached_tokens") or 0
-            return self._rollout(answer)
-
-        self.counts.context_tokens += sum(len(r.context) for r in requests)
-        return list(await asyncio.gather(*map(one, requests)))
-
-    async def _ask_probe(self) -> list[Rollout]:
-        """Each server's answer to the probe, drawn at temperature 1 without truncation."""
-        assert self.arrival.probe is not None
-        ids = self.arrival.probe.tolist()
-
-        async def one(server: Any) -> Rollout:
-            parameters = self._parameters(Sampling(), TOKENS, SEED)
-            answer = await server.generate.remote(prompt_ids=ids, sampling_params=parameters, request_id=uuid4().hex)
-            return self._rollout(answer)
-
-        return list(await asyncio.gather(*map(one, self.servers.server_handles)))
-
-    def _parameters(self, sampling: Sampling, max_tokens: int, seed: int) -> dict[str, Any]:
-        return {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "max_tokens": max_tokens,
-            "seed": seed,
-            "stop_token_ids": list(self.stop_ids),
-            "logprobs": True,
-        }
-
-    def _rollout(self, answer: Any) -> Rollout:
-        """verl's answer as a rollout; it says "completed" for both ends of a response."""
-        drawn_by = answer.extra_fields["global_steps"]
-        if drawn_by != self.version:
-            raise TrainingError(f"a server answered with the weights of version {drawn_by}, not {self.version}")
-        if not answer.token_ids or answer.stop_reason != "completed":
-            raise TrainingError(f"a server gave up a response: {answer.stop_reason}")
-        finish = "stop" if answer.token_ids[-1] in self.stop_ids else "length"
-        return Rollout(as_ids(answer.token_ids), as_floats(answer.log_probs), finish, self.version)  # type: ignore[arg-type]
 
     def _score(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
         shares = deal([len(r.prompt) + len(r.response) for r in requests], self.ranks)
@@ -324,13 +282,13 @@ class VerlBackend:
         for share, (part, report) in zip(shares, found, strict=True):
             for index, one in zip(share, part, strict=True):
                 scores[index] = one
-            self.counts.scored.tokens += report.tokens
-            self.counts.scored.packs += report.packs
-            self.counts.scored.attention_kinds |= report.attention_kinds
-            self.counts.scored.fci_kinds |= report.fci_kinds
+            self.scored.tokens += report.tokens
+            self.scored.packs += report.packs
+            self.scored.attention_kinds |= report.attention_kinds
+            self.scored.fci_kinds |= report.fci_kinds
         slowest = max((report for _, report in found), key=lambda report: report.seconds)
-        self.counts.scored.seconds += slowest.seconds
-        self.counts.scored.fci_seconds += slowest.fci_seconds
+        self.scored.seconds += slowest.seconds
+        self.scored.fci_seconds += slowest.fci_seconds
         return scores
 
     # ---- checks

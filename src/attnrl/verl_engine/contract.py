@@ -28,6 +28,7 @@ CONTRACT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("verl.checkpoint_engine:CheckpointEngineManager", ("config", "actor_wg", "replicas")),
     ("verl.checkpoint_engine:CheckpointEngineManager.update_weights", ("global_steps",)),
     ("verl.checkpoint_engine:CheckpointEngineManager.sleep_replicas", ()),
+    ("verl.workers.rollout.replica:RolloutReplica.init_standalone", ()),
     ("verl.utils.config:omega_conf_to_dataclass", ("config",)),
     ("verl.workers.engine_workers:ActorRolloutRefWorker", ("config", "role")),
     ("verl.workers.engine_workers:ActorRolloutRefWorker.init_model", ()),

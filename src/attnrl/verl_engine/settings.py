@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from attnrl.config import Config
-from attnrl.errors import ConfigError, MissingFileError
+from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
 
 STATE = "verl.json"  # what the driver writes into a checkpoint
 
@@ -59,6 +60,7 @@ def overrides(config: Config, *, model: str, dtype: str, learn: bool) -> list[st
         "use_torch_compile": False,  # of verl's own losses, which are not called
         "fsdp_config.use_torch_compile": False,
     }
+    apart = {"nnodes": 1, "n_gpus_per_node": engine.server_gpus, "checkpoint_engine.backend": "nccl"}
     sections = {
         "model": {
             "path": model,
@@ -87,6 +89,7 @@ def overrides(config: Config, *, model: str, dtype: str, learn: bool) -> list[st
             "max_model_len": max_tokens(config, learn=learn),
             "log_prob_use_dynamic_bsz": True,  # verl asks for the same value as the actor's
             "log_prob_max_token_len_per_gpu": budget,
+            **(apart if engine.server_gpus else {}),
         },
     }
     found = [
@@ -116,6 +119,18 @@ def compose(entries: Sequence[str]) -> Any:
     except HydraException as error:
         raise ConfigError(f"engine.verl.overrides: {str(error).strip().splitlines()[0]}") from None
     return config
+
+
+def check_servers(composed: Any, server_gpus: int) -> None:
+    """Raise where servers on GPUs of their own cannot be: `composed` is verl's config."""
+    rollout = composed.actor_rollout_ref.rollout
+    if server_gpus % (each := rollout.tensor_model_parallel_size):
+        raise ConfigError(f"engine.verl.server_gpus = {server_gpus} is no multiple of the {each} GPUs of a server")
+    if server_gpus and rollout.checkpoint_engine.backend == "nccl" and find_spec("cupy") is None:
+        raise MissingExtraError(
+            "engine.verl.server_gpus: verl sends weights by NCCL through cupy: pip install cupy-cuda12x, or the build "
+            "for your CUDA"
+        )
 
 
 def stop_ids(model: str, tokenizer: Any) -> tuple[int, ...]:

@@ -32,6 +32,14 @@ class CPUTrainingWorker(TrainingWorker):
 ActorRolloutRefWorker.actor_worker_cls = ActorRolloutRefWorker.ref_worker_cls = CPUTrainingWorker
 
 
+def stand_until(worker, path, seconds):
+    """A verb that waits for a file: whether it came in time."""
+    until = time.monotonic() + seconds
+    while not (found := os.path.exists(path)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
 def stand_still(worker, seconds):
     """A verb of the ranks that takes its time."""
     time.sleep(seconds)
