@@ -22,7 +22,7 @@ from transformers import (
 from attnrl.config import load_config
 from attnrl.data.task_tokenizer import task_tokenizer
 from attnrl.errors import ConfigError, MissingFileError
-from attnrl.local.backend import LocalBackend, build, build_learner
+from attnrl.local.backend import STATE, LocalBackend, build, build_learner
 from attnrl.local.models import add_lora, load_tokenizer, prepare_model
 from attnrl.policy.logprobs import pack_logprobs
 from attnrl.policy.packing import pack
@@ -66,8 +66,9 @@ def tiny(tokenizer: PreTrainedTokenizerFast, kind: str = "qwen2", dtype: torch.d
     return prepare_model(made.to(dtype))
 
 
-def trainable(model: Any, tokenizer: Any) -> LocalBackend:
-    return LocalBackend(model, tokenizer, learner=build_learner(CONFIG, model))
+def trainable(model: Any, tokenizer: Any, optimizer: str = "adamw") -> LocalBackend:
+    config = CONFIG.model_copy(update={"update": CONFIG.update.model_copy(update={"optimizer": optimizer})})
+    return LocalBackend(model, tokenizer, learner=build_learner(config, model))
 
 
 def draw(
@@ -134,18 +135,24 @@ def test_first_update_is_on_policy_then_versions_rise(tokenizer: PreTrainedToken
 
 
 @pytest.mark.parametrize(
-    ("dtype", "lora"),
-    [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)],
-    ids=["float32", "bfloat16", "lora"],
+    ("dtype", "lora", "optimizer"),
+    [
+        (torch.float32, False, "adamw"),
+        (torch.bfloat16, False, "adamw"),
+        (torch.float32, True, "adamw"),
+        (torch.bfloat16, False, "adamw_offloaded"),
+        (torch.bfloat16, False, "adamw_8bit"),
+    ],
+    ids=["float32", "bfloat16", "lora", "offloaded", "8bit"],
 )
 def test_a_loaded_checkpoint_continues_bit_for_bit(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, dtype: torch.dtype, lora: bool
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, dtype: torch.dtype, lora: bool, optimizer: str
 ) -> None:
     def build() -> LocalBackend:
         model = tiny(tokenizer, dtype=dtype)
         if lora:
             model = add_lora(model, LORA, seed=5)
-        return trainable(model, tokenizer)
+        return trainable(model, tokenizer, optimizer)
 
     def go_on(backend: LocalBackend, iterations: int) -> list[dict[str, float]]:
         return [backend.update(samples_of(*draw(backend, seed=backend.version))) for _ in range(iterations)]
@@ -160,6 +167,7 @@ def test_a_loaded_checkpoint_continues_bit_for_bit(
     resumed.load(tmp_path)
     assert resumed.version == 1
     assert places == [p.data_ptr() for p in resumed.model.parameters()]
+    (tmp_path / STATE).unlink()  # nothing is read from it later
     assert go_on(resumed, 2) == expected
     assert same(weights(resumed.model), weights(straight.model))
     assert not same(weights(straight.model), weights(build().model))

@@ -130,7 +130,9 @@ class LocalBackend:
         for name in (MODEL, STATE, *([ADAPTER] if is_lora(self.model) else [])):
             if not (path / name).exists():
                 raise MissingFileError(f"{path} is no checkpoint of this backend: {name} is missing")
-        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+        # an offloaded optimizer fills the host's memory: what it copies is not to lie there a second time
+        mapped = self.learner is not None and self.learner.optimizer.kind == "adamw_offloaded"
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=mapped)
         if self.learner is not None and state["learner"] is None:
             raise ConfigError(f"{path} was saved without a learner: start a new run from {path / MODEL} instead")
         if is_lora(self.model):

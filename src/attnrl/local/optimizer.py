@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attnrl.errors import ConfigError
-from attnrl.local.streamed import Rates, Slot, in_eight_bits, offloaded
+from attnrl.local.streamed import Rates, Slot, in_eight_bits, masters_beside, offloaded
 
 
 class State(Protocol):
@@ -98,7 +98,7 @@ class Resident:
 
     def __init__(self, parameters: list[nn.Parameter], rates: Rates) -> None:
         self.parameters = parameters
-        self.masters: list[Tensor] = [p if p.dtype == torch.float32 else p.detach().clone().float() for p in parameters]
+        self.masters = masters_beside(parameters)
         self.holders: list[Any] = list(self.masters)
         groups = [
             {"params": [m for m in self.masters if m.dim() >= 2], "weight_decay": rates.decay},

@@ -23,9 +23,7 @@ from torch.optim.adamw import adamw
 
 SLICE = 2**24  # weights at a time: what a step needs beside the state is a few arrays of this size
 BLOCK = 256  # weights that share a scale
-OCTAVES = (
-    12  # between the largest first moment of a block and the smallest that is kept; of second moments twice as many
-)
+OCTAVES = 12  # between the largest and the smallest first moment of a block; of second moments twice as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +213,13 @@ def offloaded(parameters: Sequence[nn.Parameter], rates: Rates) -> Streamed:
 
 
 def in_eight_bits(parameters: Sequence[nn.Parameter], rates: Rates) -> Streamed:
-    masters: list[Tensor] = [p if p.dtype == torch.float32 else p.detach().clone().float() for p in parameters]
+    masters = masters_beside(parameters)
     return Streamed(parameters, masters, ByteMoments(masters), rates)
+
+
+def masters_beside(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Float32 parameters themselves, copies of the others, on the model's device."""
+    return [p if p.dtype == torch.float32 else p.detach().clone().float() for p in parameters]
 
 
 def _blocks(part: slice) -> slice:
