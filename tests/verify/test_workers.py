@@ -65,6 +65,8 @@ def make(log, fail=None):
             child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")
             Path(values[0]).write_text(str(child))
             time.sleep(600)
+        if do == "leave":
+            values = [os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")]
         if do == "environ":
             values = [os.environ.get(name) for name in values]
         if do == "print":
@@ -197,6 +199,18 @@ def test_what_a_question_started_ends_with_its_worker(log: Path, tmp_path: Path)
     pool = pool_of(log)
     assert ask(pool, "spawn", str(tmp_path / "child"), limit=5.0).error == "timeout"
     child = int((tmp_path / "child").read_text())
+    assert wait_until(lambda: not alive(child))
+    pool.close()
+
+
+def test_what_an_idle_worker_left_behind_ends_when_the_next_one_starts(log: Path) -> None:
+    pool = pool_of(log)
+    reply = ask(pool, "leave").value
+    os.kill(reply["pid"], signal.SIGKILL)
+    assert wait_until(lambda: not alive(reply["pid"]))
+    (child,) = reply["values"]
+    assert alive(child)
+    assert ask(pool, "echo", 1).value["values"] == [1]
     assert wait_until(lambda: not alive(child))
     pool.close()
 
