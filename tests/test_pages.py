@@ -82,12 +82,13 @@ def test_engines_page(here):
 
 
 def test_the_table_of_verbs_is_the_protocol():
-    from attnrl.backend import Overlapping
+    from attnrl.backend import Backend, Overlapping
 
     page = (ROOT / "docs/engines.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*?`) \|", page, flags=re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert named == {name for name in dir(Overlapping) if not name.startswith("_")} - {"version"}
+    declared = {*dir(Backend), *dir(Overlapping)}
+    assert named == {name for name in declared if not name.startswith("_")} - {"version"}
     assert len(named) == 8
 
 
