@@ -157,6 +157,15 @@ def test_dynamic_sampling_gives_up_at_max_prompts_and_on_policy_draws_once() -> 
     assert [len(groups) for groups in nothing.groups] == [4]
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_that_says_it_does_not_fill_draws_one_batch(schedule: str) -> None:
+    """What takes algo.max_prompts is decided by that; trunks that wait are the batch of the iteration before."""
+    parts = replace(parts_of(adaptive=False), filter=Filter(lambda group: False))
+    state = step(parts, schedule).state
+    drawn = step(parts, schedule, state).state.stream["next"] - state.stream["next"]
+    assert (drawn > 4) == getattr(SCHEDULES[schedule], "fills", True)
+
+
 # what is passed on
 
 
