@@ -215,6 +215,15 @@ def test_what_an_idle_worker_left_behind_ends_when_the_next_one_starts(log: Path
     pool.close()
 
 
+def test_a_killed_worker_leaves_no_open_pipe(log: Path) -> None:
+    process = Process(Served("served_here:make", {"log": str(log)}), memory_mb=1024)
+    process.start()
+    assert process.popen is not None
+    pipes = process.popen.stdin, process.popen.stdout
+    process.kill()
+    assert [pipe is not None and pipe.closed for pipe in pipes] == [True, True]
+
+
 def test_two_lines_that_came_at_once_are_read_one_by_one() -> None:
     process = Process(Served("nowhere:make"), memory_mb=64)
     process.popen = subprocess.Popen([sys.executable, "-c", "print('a\\nb')"], stdout=subprocess.PIPE)
