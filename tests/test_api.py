@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,10 +66,20 @@ def test_a_config_is_made_of_a_preset_and_overrides():
         attnrl.load_config("demo", {"algo.point": 3})
 
 
+def test_what_an_engine_refuses_on_resume_does_not_stay_in_the_runs_record(run_dir, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    before = (copy / "config.json").read_text()
+    change = {"run.iterations": 2, "update.gradient_checkpointing": 99}
+    with pytest.raises(ConfigError, match="99, but the model has 4 layers"):
+        attnrl.train(run_dir=copy, resume=True, overrides=change, say=quiet)
+    assert (copy / "config.json").read_text() == before
+    assert attnrl.train(run_dir=copy, resume=True, overrides={"run.iterations": 2}, say=quiet).state.iteration == 2
+    assert attnrl.load_config(str(copy / "config.json")).run.iterations == 2
+
+
 def test_a_run_goes_on_without_its_config_also_in_a_thread(run_dir, tmp_path):
     """The run's own config is taken; a thread has no signals to listen to; observers see what is on disk."""
-    import shutil
-
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
     seen: list[dict[str, float]] = []

@@ -34,7 +34,7 @@ import pyarrow.parquet as pq
 from attnrl.algo.reasons import Reasons
 from attnrl.backend import Backend
 from attnrl.checkpoint import load_state, save_state
-from attnrl.config import fields, may_change
+from attnrl.config import Config, may_change
 from attnrl.errors import ConfigError
 from attnrl.types import Forest, Ids, State
 from attnrl.version import __version__
@@ -57,6 +57,11 @@ class Run:
         return self.path / "metrics.jsonl"
 
     @property
+    def recorded(self) -> bool:
+        """Whether there is anything to go on from."""
+        return self.metrics_file.exists() or bool(self.checkpoints)
+
+    @property
     def checkpoints(self) -> list[Path]:
         """Finished checkpoints, oldest first."""
         return sorted(p for p in (self.path / "checkpoints").glob("[0-9]*") if p.is_dir())
@@ -65,6 +70,15 @@ class Run:
         """Lets go of the directory: the same process may open it again."""
         if self.lock is not None:
             self.lock.close()
+
+    def begin(self, config: dict[str, Any], rule: Mapping[str, Any] | None = None) -> None:
+        """Record what the run is, and goes on, with. What the rule declares of itself is recorded too: a reader need
+        not have the user's file.
+        """
+        (self.path / "config.tmp").write_text(json.dumps(config, indent=2) + "\n")
+        (self.path / "config.tmp").replace(self.path / "config.json")
+        known = environment() | ({"rule": rule} if rule else {})
+        (self.path / "environment.json").write_text(json.dumps(known, indent=2) + "\n")
 
     def log(self, metrics: dict[str, float]) -> None:
         """Append one iteration's metrics, durably."""
@@ -164,12 +178,10 @@ def check_run(path: Path, config: dict[str, Any], *, resume: bool) -> State | No
     directory in which nothing was recorded yet, because its run was stopped before that, counts as new.
     """
     run = Run(path)
-    recorded = run.metrics_file.exists() or bool(run.checkpoints)
-    if recorded and not resume:
+    if run.recorded and not resume:
         raise ConfigError(f"--run-dir {path} already holds a run; add --resume to continue it, or choose another")
-    if recorded:
-        defaults = {key: field.get_default() for key, field in fields().items()}
-        changed = _differences(json.loads((path / "config.json").read_text()), config, defaults)
+    if run.recorded:
+        changed = _differences(json.loads((path / "config.json").read_text()), config, Config().model_dump(mode="json"))
         free = may_change()
         if wrong := {key: values for key, values in changed.items() if key not in free}:
             lines = "".join(f"\n  {key}: was {old!r}, is now {new!r}" for key, (old, new) in wrong.items())
@@ -191,8 +203,8 @@ def check_no_run(path: Path) -> None:
 
 
 def open_run(path: Path, config: dict[str, Any], *, resume: bool, rule: Mapping[str, Any] | None = None) -> Run:
-    """A run directory, new or to be resumed; one that `check_run` refuses, or that is in use, is refused. What the
-    rule declares of itself is recorded: a reader need not have the user's file.
+    """A run directory, new or to be resumed; one that `check_run` refuses, or that is in use, is refused. A resumed
+    one keeps its record until `Run.begin`: an engine may still refuse what has changed.
     """
     check_run(path, config, resume=resume)
     try:
@@ -200,14 +212,12 @@ def open_run(path: Path, config: dict[str, Any], *, resume: bool, rule: Mapping[
             (path / folder).mkdir(parents=True, exist_ok=True)
         lock = (path / "lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (path / "config.tmp").write_text(json.dumps(config, indent=2) + "\n")
-        (path / "config.tmp").replace(path / "config.json")
-        (path / "environment.json").write_text(
-            json.dumps(environment() | ({"rule": rule} if rule else {}), indent=2) + "\n"
-        )
+        run = Run(path, lock)
+        if not run.recorded:
+            run.begin(config, rule)
     except OSError as error:
         raise _refused(path, error) from None
-    return Run(path, lock)
+    return run
 
 
 def _check_place(path: Path) -> None:
@@ -350,9 +360,10 @@ def _differences(
     the run was started before there was a choice."""
     found: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*old, *new}):
-        a, b = old.get(key, defaults.get(f"{prefix}{key}")), new.get(key)
+        default = defaults.get(key)
+        a, b = old.get(key, default), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict) and not key.endswith("options"):
-            found |= _differences(a, b, defaults, f"{prefix}{key}.")
+            found |= _differences(a, b, default if isinstance(default, dict) else {}, f"{prefix}{key}.")
         elif a != b:
             found[f"{prefix}{key}"] = (a, b)
     return found

@@ -44,6 +44,13 @@ def test_runs_of_one_config_are_one_method() -> None:
         group_methods([*runs, record("a_s9", [0, 1], seed=1)])
 
 
+def test_a_run_from_before_a_key_existed_is_of_the_method_that_has_its_default() -> None:
+    old, new, other = (record(f"a_s{seed}", [0, 1], seed=seed) for seed in range(3))
+    new.config["update"] = {"optimizer": "adamw", "gradient_checkpointing": "all"}
+    other.config["update"] = {"optimizer": "adamw_8bit"}
+    assert [m.seeds for m in group_methods([old, new, other])] == [(0, 1), (2,)]
+
+
 def test_numbers_by_hand() -> None:
     run = record("a", [0.2, 0.4, 0.9, 0.6])
     found = numbers(run, "iterations", 3.0, target=0.5)

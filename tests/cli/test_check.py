@@ -141,7 +141,7 @@ def test_responses_that_are_cut_off_are_said_to_teach_nothing(own):
 
 
 PARTS = """
-from attnrl.schedules import on_policy
+from attnrl.schedules import on_policy, one_step_off_policy
 
 seen = []
 
@@ -174,6 +174,16 @@ def stands_still(state, parts):
     return state
 
 
+def in_turn(state, parts):
+    return (one_step_off_policy if state.iteration % 2 else on_policy)(state, parts)
+
+
+def guards(state, parts):
+    outcome = on_policy(state, parts)
+    assert not outcome.samples or outcome.metrics["policy/kl"] < 9
+    return outcome
+
+
 def listens(state, parts):
     outcome = on_policy(state, parts)
     seen.append([v.reward for f in outcome.forests for t in f.trees for v in (t.trunk.verdict, *(
@@ -190,6 +200,7 @@ def listens(state, parts):
         ("budget", "half", r"algo\.budget: the budget half must return a number of trees.* not 3\.0"),
         ("credit", "short", r"algo\.credit: the credit short returned weights \(1 of \d+\) that are of shape"),
         ("schedule", "stands_still", r"algo\.schedule: the schedule stands_still must return .*Outcome"),
+        ("schedule", "in_turn", r"trunks of prompt .* wait that policy 1 drew, where the policy is 3"),
     ],
 )
 def test_a_part_that_breaks_its_promise_is_found_and_named(own, kind, name, words):
@@ -224,14 +235,18 @@ def test_parts_are_tried_where_half_all_and_none_are_right_without_another_draw(
     overrides = {**SMALL, "algo.schedule": "faulty:listens", "algo.filter": "all", "algo.adaptive_batch": False}
     found = attnrl.check("demo", overrides=overrides, prompts=1, responses=2, say=lambda text: None)
     assert drawn == [2, 2]  # one token each to compile, then the responses
-    half, right, wrong, _ = sys.modules["faulty"].seen
-    assert set(half) == {0.0, 1.0}
-    assert set(right) == {1.0}
-    assert set(wrong) == {0.0}
+    assert [set(values) for values in sys.modules["faulty"].seen] == [*[{0.0, 1.0}] * 4, {1.0}, {0.0}, {0.0, 1.0}]
     (parts,) = [finding for finding in found if finding.about == "parts"]
     assert parts.level == "ok"
-    assert "4 iterations by faulty:listens over these responses" in parts.said
-    assert "4 prompts kept and 0 dropped" in parts.said
+    assert "7 iterations by faulty:listens over these responses" in parts.said
+    assert "7 prompts kept and 0 dropped" in parts.said
+
+
+def test_a_schedule_may_read_what_an_update_says(own):
+    (own / "faulty.py").write_text(PARTS, encoding="utf-8")
+    overrides = {**SMALL, "algo.schedule": "faulty:guards"}
+    found = attnrl.check("demo", overrides=overrides, prompts=1, responses=2, say=lambda text: None)
+    assert levels(found)["parts"] == "ok"
 
 
 def test_parts_that_leave_nothing_to_learn_from_are_worth_a_look(own):
@@ -239,7 +254,7 @@ def test_parts_that_leave_nothing_to_learn_from_are_worth_a_look(own):
     found = attnrl.check("demo_grpo", overrides=overrides, prompts=1, responses=1, say=lambda text: None)
     assert levels(found)["parts"] == "look"
     (parts,) = [finding for finding in found if finding.about == "parts"]
-    assert "0 prompts kept and 4 dropped, 0 branch points, 0 samples with signal" in parts.said
+    assert "0 prompts kept and 7 dropped, 0 branch points, 0 samples with signal" in parts.said
 
 
 SHAPE = Shape(1000, 1000, layers=2, width=8, heads=4, kv_heads=2, head_size=2, inner=16, vocabulary=10)

@@ -196,6 +196,11 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
+def line_of(words: str) -> int:
+    """Where the user's file says so, counted from 1."""
+    return 1 + next(n for n, text in enumerate(OWN.splitlines()) if words in text)
+
+
 def attempts(*responses: str, **row: Any) -> list[Attempt]:
     return [Attempt(f"p{i}", ("g",), response, row=row) for i, response in enumerate(responses)]
 
@@ -238,9 +243,15 @@ def test_one_that_raises_is_an_error_of_its_row_with_its_cause(own_file: str) ->
     with built(own_file, "hostile") as rewards:
         verdicts = rewards.grade(attempts("1", "raise", "2", "nan", "3", "none", "4", "5"))
         assert [v.error for v in verdicts] == [
-            None, "LookupError: no p1", None, "ValueError: a reward must be a finite number, not nan", None,
-            "TypeError: a reward is a number or a Verdict, not None", None, None,
-        ]  # fmt: skip
+            None,
+            f"LookupError: no p1 ({own_file}.py, line {line_of('raise LookupError')})",
+            None,
+            "ValueError: a reward must be a finite number, not nan",
+            None,
+            "TypeError: a reward is a number or a Verdict, not None",
+            None,
+            None,
+        ]
         assert [v.reward for v in verdicts] == [1.0, 0.0, 2.0, 0.0, 3.0, 0.0, 4.0, 5.0]
         metrics = rewards.metrics()
     assert {k: v for k, v in metrics.items() if k.startswith("reward/error_")} == {
@@ -362,7 +373,8 @@ def test_a_function_of_the_whole_batch_is_called_once_with_all(own_file: str) ->
         lengths = list(np.random.default_rng(0).permutation(3 * PIECE))
         assert [v.reward for v in rewards.grade(attempts(*("x" * n for n in lengths)))] == lengths
     with built(own_file, "whole_fails", max_error_share=1.0) as rewards:
-        assert [v.error for v in rewards.grade(attempts("a", "b"))] == ["OSError: disk"] * 2
+        said = f"OSError: disk ({own_file}.py, line {line_of('raise OSError')})"
+        assert [v.error for v in rewards.grade(attempts("a", "b"))] == [said] * 2
 
 
 def test_a_function_declares_that_it_sees_cut_off_responses(own_file: str) -> None:

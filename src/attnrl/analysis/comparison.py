@@ -12,10 +12,12 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import ValidationError
 
 from attnrl.analysis.curves import axes, benchmarks
 from attnrl.analysis.intervals import bootstrap
 from attnrl.analysis.records import RunRecord
+from attnrl.config import Config
 from attnrl.errors import DataError
 
 Axis = Literal["iterations", "updates", "tokens", "seconds"]
@@ -80,7 +82,11 @@ def group_methods(records: Sequence[RunRecord]) -> list[Method]:
 
 
 def _identity(config: dict[str, Any]) -> str:
-    stripped = copy.deepcopy(config)
+    """A config as a text that methods differ in; of one that was written before a key existed, with its default."""
+    try:
+        stripped = Config.model_validate(config).model_dump(mode="json")
+    except ValidationError:  # of another version: as it was written
+        stripped = copy.deepcopy(config)
     for key in IGNORED:
         stripped.pop(key, None)
     for *path, last in SEED_KEYS:

@@ -64,8 +64,8 @@ def check_parts(config: Config) -> dict[str, partial[Any]]:
         raise ConfigError(f"algo.prompts = {prompts} is above algo.max_prompts = {most}; raise that too")
     if config.algo.adaptive_batch and target_samples(config, bound) is None:
         raise ConfigError(
-            f"algo.adaptive_batch needs a rule that says how many points it gives: set max_points in rule_options of "
-            f"{config.algo.rule!r}, or adaptive_batch = false"
+            f"algo.adaptive_batch needs a rule that says how many points it gives: {config.algo.rule!r} must take "
+            "`points` (algo.points) or `max_points` (algo.rule_options) and keep to it; or set adaptive_batch = false"
         )
     return bound
 

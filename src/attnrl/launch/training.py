@@ -120,6 +120,7 @@ def train(
         ready.rewards as rewards,
         open_engine(ready.engine, config, ready.model, tokenizer, run_dir=run_dir) as backend,
     ):
+        run.begin(values, declared_by(ready.bound["rule"]))
         say_where_it_goes_on(run_dir, state, say)
         watching = [console_line(config), *trackers_of(config, run_dir, state), *observers]
         segment, decode = segmenting(ready.bound, tokenizer), decoder(tokenizer)

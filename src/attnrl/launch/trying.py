@@ -15,6 +15,7 @@ from attnrl.algo.parts import find
 from attnrl.config import Config
 from attnrl.iteration import Outcome, first_state
 from attnrl.launch.parts import build_parts
+from attnrl.policy.metrics import UpdateMetrics
 from attnrl.schedules import SCHEDULES, outcome_by
 from attnrl.types import (
     Attempt,
@@ -31,9 +32,9 @@ from attnrl.types import (
     Verdict,
 )
 
-# The rewards of each iteration's responses, in turn: half right, all right, all wrong; the last iteration is for trunks
-# that waited.
-REWARDS = ((1.0, 0.0), (1.0,), (0.0,), (1.0, 0.0))
+# The rewards of each iteration's responses, in turn: half right as often as trunks could wait too long, all right, all
+# wrong; the last iteration is for trunks that waited.
+REWARDS = (*((1.0, 0.0),) * 4, (1.0,), (0.0,), (1.0, 0.0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +70,7 @@ class Replay:
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         self.version += 1
-        return {}
+        return UpdateMetrics().summary(lr=0.0, samples=len(samples))
 
     def metrics(self) -> dict[str, float]:
         return {}

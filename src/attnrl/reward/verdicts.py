@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Set
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from attnrl.algo.parts import find
@@ -69,6 +71,13 @@ def verdict_row(verdict: Verdict) -> dict[str, Any]:
     }
 
 
+def place(error: BaseException) -> str:
+    """The line of the user's file that an exception came through, told by the caller of the user's function."""
+    frames = extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f"({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+
+
 def served(
     name: str, rule: str, options: dict[str, Any]
 ) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]] | str]:
@@ -78,7 +87,11 @@ def served(
     function = find({}, name)
 
     def grade(rows: list[dict[str, Any]]) -> list[dict[str, Any]] | str:
-        values = function([row_attempt(row) for row in rows], **options)
+        try:
+            values = function([row_attempt(row) for row in rows], **options)
+        except Exception as error:
+            error.add_note(place(error))
+            raise
         if wrong := misfit(values, len(rows)):
             return wrong
         return [verdict_row(as_verdict(value, rule)) for value in values]

@@ -38,7 +38,8 @@ def reply_to(call: Callable[..., Any], *values: Any, **options: Any) -> dict[str
     except RecursionError:
         return {"error": "limit", "message": "RecursionError"}
     except Exception as error:  # noqa: BLE001 - the process boundary: whatever is raised is told to the caller, and counted
-        return {"error": "raised", "message": f"{type(error).__name__}: {error}"[:MESSAGE]}
+        words = [f"{type(error).__name__}: {error}"[:MESSAGE], *getattr(error, "__notes__", [])]
+        return {"error": "raised", "message": " ".join(words)}
 
 
 def limit(memory_mb: int) -> None:
