@@ -400,6 +400,7 @@ def test_no_more_workers_than_questions_or_than_allowed(log: Path) -> None:
     for reply in [pool.submit(["sleep", 0.3]) for _ in range(6)]:
         reply.result(JOIN)
     assert len(pool.pids()) == 2
+    assert all(thread.daemon for thread in pool.threads), "a pool left open would hold up the end of the program"
     pool.close()
 
 
