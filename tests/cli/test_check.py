@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ import torch
 import attnrl
 from attnrl.cli import run
 from attnrl.config import ModelConfig, load_config
-from attnrl.errors import TrainingError
+from attnrl.errors import MissingExtraError, TrainingError
 from attnrl.launch.checking import Findings, forecast_memory
 from attnrl.launch.forecast import GB, Shape, activations, cache_bytes, host_memory, memory, shape_of, work
 from attnrl.launch.models import model_path
@@ -368,3 +369,12 @@ def test_an_offloaded_optimizer_on_a_cpu_takes_the_memory_that_is_forecast():
     assert finding.level == "ok"
     assert "offloaded 0.01" in finding.said
     assert "Adam" not in finding.said
+
+
+def test_an_engine_that_is_not_installed_is_said_before_data_is_read():
+    if importlib.util.find_spec("verl") is not None:
+        pytest.skip("verl is installed")
+    said: list[str] = []
+    with pytest.raises(MissingExtraError, match="needs verl, Ray and vLLM"):
+        attnrl.check("demo", overrides={**SMALL, "engine.name": "verl"}, say=said.append)
+    assert said == []

@@ -29,7 +29,7 @@ from attnrl.launch.data import (
     train_records,
 )
 from attnrl.launch.forecast import GB, host_memory, memory, shape_of, work
-from attnrl.launch.models import decoder, load_tokenizer, open_engine
+from attnrl.launch.models import check_engine, decoder, load_tokenizer, open_engine
 from attnrl.launch.parts import scoring_of, segmenting
 from attnrl.launch.training import Say, make_ready, say_plainly
 from attnrl.launch.trying import Drawn, try_parts
@@ -109,6 +109,7 @@ def check(
     found = Findings(say)
     ready = make_ready(config)
     bound, path = ready.bound, ready.model
+    check_engine(ready.engine, config, path)
     found.add("ok", "config", f"parts, loss, rewards and engine {config.engine.name!r} are there; model {path}")
     about_data: list[str] = []
     records = train_records(config, about_data.append)

@@ -64,12 +64,12 @@ def check_factory(name: str, factory: Callable[..., Backend], options: Mapping[s
         raise ConfigError(f"engine.options: {error}") from None
 
 
-def check_engine(factory: Callable[..., Backend], config: Config, model: str, run_dir: Path) -> None:
+def check_engine(factory: Callable[..., Backend], config: Config, model: str, run_dir: Path | None = None) -> None:
     """Let an engine whose factory has a `check` say what is wrong before anything starts, also with the checkpoint that
-    the run goes on from.
+    a run goes on from.
     """
     if (check := getattr(factory, "check", None)) is not None:
-        found = Run(run_dir).checkpoints
+        found = Run(run_dir).checkpoints if run_dir is not None else []
         check(config, model=model, checkpoint=found[-1] if found else None)
 
 
