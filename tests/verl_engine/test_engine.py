@@ -164,6 +164,7 @@ def test_fci_equals_dense_attention(engine, tmp_path):
 
 def test_an_update_is_the_local_learners(engine, model, tmp_path):
     asked = requests(seed=5)
+    engine.update(samples_of(asked, engine.generate(asked, Sampling())))  # so that the optimizer has moments
     folder = saved(engine, tmp_path / "checkpoint")
     samples = samples_of(asked, engine.generate(asked, Sampling()))
     config = config_of(model).update
@@ -173,7 +174,7 @@ def test_an_update_is_the_local_learners(engine, model, tmp_path):
     learner.counters = replace(engine.counters)
     state = load_whole(folder / "actor")["optimizer"]["state"]
     for name, parameter in local.named_parameters():
-        learner.optimizer.adam.state[parameter] = {k: v.clone() for k, v in state[name].items()}
+        learner.optimizer.state.adam.state[parameter] = {k: v.clone() for k, v in state[name].items()}
     before = weights(folder / "model")
     want = learner.update(samples, version=engine.version)
     got = engine.update(samples)
