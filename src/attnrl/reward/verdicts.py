@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from traceback import extract_tb
+from types import TracebackType
 from typing import Any
 
 from attnrl.algo.parts import find
@@ -71,11 +72,17 @@ def verdict_row(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def place(error: BaseException) -> str:
-    """The line of the user's file that an exception came through, told by the caller of the user's function."""
-    frames = extract_tb(error.__traceback__)[1:]
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f"({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+class Placed:
+    """Around a call of a user's function: what it raises carries the line of the user's file as a note."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        frames = extract_tb(trace)[1:]  # the first is the caller's
+        own = [frame for frame in frames if frame.filename == frames[0].filename]
+        if error is not None and own:
+            error.add_note(f"({Path(own[-1].filename).name}, line {own[-1].lineno})")
 
 
 def served(
@@ -87,11 +94,8 @@ def served(
     function = find({}, name)
 
     def grade(rows: list[dict[str, Any]]) -> list[dict[str, Any]] | str:
-        try:
+        with Placed():
             values = function([row_attempt(row) for row in rows], **options)
-        except Exception as error:
-            error.add_note(place(error))
-            raise
         if wrong := misfit(values, len(rows)):
             return wrong
         return [verdict_row(as_verdict(value, rule)) for value in values]
