@@ -326,7 +326,7 @@ class VerifyConfig(Section):
     timeout_s: Annotated[float, WORKERS] = Field(5.0, gt=0)
     """Wall limit of one answer, seconds."""
     memory_mb: Annotated[int, WORKERS] = Field(2048, ge=256, json_schema_extra=MAY_CHANGE)
-    """Memory limit of one worker, MB."""
+    """Memory limit of one worker beyond what its imports take, MB."""
     concurrency: Annotated[int, ASYNC] = Field(64, ge=1, json_schema_extra=MAY_CHANGE)
     """Calls of an async reward that run at the same time."""
     async_timeout_s: Annotated[float, ASYNC] = Field(60.0, gt=0)
