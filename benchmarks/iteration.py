@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--microbatch-tokens", type=int, default=16_384)
     parser.add_argument("--lengths", action="store_true", help="responses end at drawn lengths, not at the limit")
     parser.add_argument("--plain", action="store_true", help="the last iteration again, the plain way")
-    parser.add_argument("--fused", action="store_true", help="update.fused: the learner's own kernels")
+    parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=True, help="update.fused")
     parser.add_argument("--layers", default="all", help="update.gradient_checkpointing: layers that run again")
     parser.add_argument("--optimizer", default="adamw", help="update.optimizer")
     parser.add_argument("--commit", default="")

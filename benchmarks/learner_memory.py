@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--sections", default=",".join(CASES), help="of " + ", ".join(CASES))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tokens", type=int, default=65_536, help="of an update, prompts included")
-    parser.add_argument("--fused", action="store_true", help="update.fused: the learner's own kernels")
+    parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=True, help="update.fused")
     parser.add_argument("--tiny", action="store_true", help=f"a tiny shape, and lengths divided by {SCALE}")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, required=True)

@@ -277,8 +277,9 @@ class UpdateConfig(Section):
     gradient_checkpointing: Layers = Field("all", json_schema_extra=MAY_CHANGE)
     """Layers that run again in the backward pass instead of keeping what they computed: all, none, the first so many,
     or auto: as few as the device's free memory allows (all on a CPU); does not change the result."""
-    fused: bool = Field(False, json_schema_extra=MAY_CHANGE)
-    """Our kernels for norms, rotation, gate and log-probs (CUDA, models built like Llama); changes rounding alone."""
+    fused: bool = Field(True, json_schema_extra=MAY_CHANGE)
+    """Our kernels for norms, rotation, gate and log-probs where they fit (CUDA, models built like Llama); changes
+    rounding alone."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this global norm."""
     max_bad_updates: int = Field(5, ge=1)
