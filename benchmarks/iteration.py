@@ -175,7 +175,6 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    sys.modules["iteration"] = sys.modules["__main__"]  # the config names parts of this file
     if args.lengths:
         os.environ["ITERATION_MEAN"] = str(args.limit * MEAN)
     rows: list[dict[str, float]] = []
@@ -236,4 +235,5 @@ def compared(folder: str, work: Work, ours: dict[str, float], tokens: int) -> di
 
 
 if __name__ == "__main__":
+    sys.modules["iteration"] = sys.modules["__main__"]  # the config names parts of this file
     main()
