@@ -9,8 +9,11 @@ exact    a tiny float32 model: graph, eager and CPU draw the same; bfloat16 log-
 kernels  decode and prefill attention alone, by tile: time, bytes/s, operations/s
 steps    milliseconds of one decode step (the second call: graphs are captured)
 profile  kernels of one decode step
-work     tokens/s of whole calls in a fresh sampler each: prefill and capture included, compiling not
-mixed    1,024 requests of mixed length, 512 at a time: speed against equal lengths, pages held against tokens alive
+vllm     the calls of `work` by vLLM, where it is installed, dummy weights, prefix caching on; give it before `work`
+work     tokens/s of whole calls in a fresh sampler each: prefill and capture included, compiling not; against vLLM's in
+         this run, or in another one
+mixed    1,024 requests of mixed length, 512 at a time: speed against equal lengths, pages held against tokens alive;
+         lengths as those of the real transcripts (`iteration.py`), scaled to the limit
 A section that fails is reported with its error, and the others still run.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -30,6 +34,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Rollout, Sampling, as_ids
+from iteration import MEAN, SIGMA
 
 SHAPE = {
     "hidden_size": 1536,
@@ -90,6 +95,7 @@ class Bench:
         self.vocabulary = self.shape["vocab_size"]
         self.rng = np.random.default_rng(0)
         self.models: dict[str, Any] = {}
+        self.rival: dict[int, float] = {}  # tokens/s of vLLM in this run, by row of the table
 
     def model(self, name: str = "1.5B") -> Any:
         if name not in self.models:
@@ -206,6 +212,40 @@ class Bench:
             self.free()
         return tables
 
+    def vllm(self) -> list[dict[str, Any]]:
+        """A warm call first; the time to start does not count."""
+        from vllm import LLM, SamplingParams
+
+        out: list[dict[str, Any]] = []
+        for size, shape in (("1.5B", TINY if self.tiny else SHAPE), ("135M", TINY if self.tiny else SMALL)):
+            mine = [i for i in self.only if WORK[i][0].startswith("135M") == (size == "135M")]
+            if not mine:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                config = Qwen2Config(**shape, architectures=["Qwen2ForCausalLM"], dtype="bfloat16", eos_token_id=1)
+                config.save_pretrained(folder)
+                how = {"enable_prefix_caching": True, "max_num_seqs": 2048 if size == "135M" else 1024}
+                how |= {"gpu_memory_utilization": 0.85} if self.cuda else {}
+                engine = LLM(
+                    folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=8192, **how
+                )
+                for i in [-1, *mine]:
+                    name, *work = ("warm", 64, 128, 64, 0) if i < 0 else WORK[i]
+                    requests = self.requests(*work, shape["vocab_size"])
+                    new = {"max_tokens": requests[0].max_tokens, "min_tokens": requests[0].max_tokens}
+                    asked = SamplingParams(temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False, **new)
+                    begin = time.perf_counter()
+                    engine.generate([{"prompt_token_ids": r.context.tolist()} for r in requests], asked, use_tqdm=False)
+                    took = time.perf_counter() - begin
+                    tokens = len(requests) * requests[0].max_tokens
+                    if i >= 0:
+                        out.append({"work": name, "s": round(took, 3), "tok_s": round(tokens / took)})
+                        self.rival[i] = out[-1]["tok_s"]
+                        print("vllm", out[-1], flush=True)
+            del engine
+            self.free()
+        return out
+
     def work(self) -> list[dict[str, Any]]:
         out = []
         for i in self.only:
@@ -228,10 +268,13 @@ class Bench:
                 "tok_s": round(stats.drawn_tokens / took),
                 "stats": stats.as_dict(),
             }
-            line["over_vllm"] = round(line["tok_s"] / VLLM[i], 2)
+            line["over_vllm"] = round(line["tok_s"] / self.rival.get(i, VLLM[i]), 2)
+            line["one_run"] = i in self.rival
             out.append(line)
             print(
-                {k: line[k] for k in ("work", "s", "tok_s", "over_vllm")}, round(stats.prefill_seconds, 2), flush=True
+                {k: line[k] for k in ("work", "s", "tok_s", "over_vllm", "one_run")},
+                round(stats.prefill_seconds, 2),
+                flush=True,
             )
             sampler.release()
             self.free()
@@ -249,7 +292,8 @@ class Bench:
     def mixed(self) -> dict[str, Any]:
         """Lengths drawn like long-tailed responses, scaled so that the longest reach the limit."""
         limit, count = 8192 // self.scale, 1024 // self.scale
-        drawn = np.clip(self.rng.lognormal(np.log(limit / 8), 0.9, count), 64 // self.scale, limit).astype(int)
+        drawn = self.rng.lognormal(np.log(MEAN * limit) - SIGMA**2 / 2, SIGMA, count)
+        drawn = np.clip(drawn, 64 // self.scale, limit).astype(int)
         rows = contexts(count, 128 // self.scale, 0, self.vocabulary, self.rng)
         report: dict[str, Any] = {"mean_tokens": float(drawn.mean()), "longest": int(drawn.max())}
         for name, lengths in (("mixed", drawn), ("equal", np.full(count // 2, int(drawn.mean())))):

@@ -169,13 +169,12 @@ def main() -> None:
     parser.add_argument("--microbatch-tokens", type=int, default=16_384)
     parser.add_argument("--lengths", action="store_true", help="responses end at drawn lengths, not at the limit")
     parser.add_argument("--plain", action="store_true", help="the last iteration again, the plain way")
-    parser.add_argument("--fused", action="store_true", help="update.fused: the learner's own kernels")
+    parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=True, help="update.fused")
     parser.add_argument("--layers", default="all", help="update.gradient_checkpointing: layers that run again")
     parser.add_argument("--optimizer", default="adamw", help="update.optimizer")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    sys.modules["iteration"] = sys.modules["__main__"]  # the config names parts of this file
     if args.lengths:
         os.environ["ITERATION_MEAN"] = str(args.limit * MEAN)
     rows: list[dict[str, float]] = []
@@ -236,4 +235,5 @@ def compared(folder: str, work: Work, ours: dict[str, float], tokens: int) -> di
 
 
 if __name__ == "__main__":
+    sys.modules["iteration"] = sys.modules["__main__"]  # the config names parts of this file
     main()

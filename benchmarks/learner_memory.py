@@ -1,6 +1,7 @@
 """Updates by layers that run again and by optimizer: tokens a second and peak memory of the learner, and the forecast.
 
-    python benchmarks/learner_memory.py --sections layers,optimizers --commit HASH --out learner_memory.json
+    python benchmarks/learner_memory.py --sections all,layers,optimizers --commit HASH --out learner_memory.json
+    python benchmarks/learner_memory.py --sections all --no-fused --commit HASH --out learner_memory_plain.json
     python benchmarks/learner_memory.py --sections 7b --commit HASH --out learner_memory_7b.json
     python benchmarks/learner_memory.py --tiny --out learner_memory.json        # a rehearsal, also on a CPU
 
@@ -41,7 +42,8 @@ PROMPT, SCALE = 128, 64
 PRESETS = {"1.5B": "attnrl_1p5b", "7B": "attnrl_7b_one_gpu"}  # the second is the documented setting
 Case = tuple[str, int, Any, str]  # shape, tokens of a sample, update.gradient_checkpointing, update.optimizer
 CASES: dict[str, list[Case]] = {
-    "layers": [("1.5B", n, layers, "adamw") for n in (2048, 8192) for layers in ("all", 14, "none", "auto")],
+    "all": [("1.5B", n, "all", "adamw") for n in (2048, 8192)],
+    "layers": [("1.5B", n, layers, "adamw") for n in (2048, 8192) for layers in ("none", "auto")],
     "optimizers": [("1.5B", 8192, "all", optimizer) for optimizer in ("adamw_8bit", "adamw_offloaded")],
     "7b": [("7B", 8192, layers, "adamw_offloaded") for layers in ("all", "auto")] + [("7B", 8192, "all", "adamw_8bit")],
 }
@@ -124,7 +126,7 @@ def main() -> None:
     parser.add_argument("--sections", default=",".join(CASES), help="of " + ", ".join(CASES))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tokens", type=int, default=65_536, help="of an update, prompts included")
-    parser.add_argument("--fused", action="store_true", help="update.fused: the learner's own kernels")
+    parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=True, help="update.fused")
     parser.add_argument("--tiny", action="store_true", help=f"a tiny shape, and lengths divided by {SCALE}")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, required=True)

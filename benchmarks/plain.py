@@ -94,7 +94,7 @@ def generate(folder: str, requests: Sequence[Request], clock: Clock) -> str:
 
     def settings(request: Request) -> Any:
         new = {"max_tokens": request.max_tokens, "min_tokens": request.max_tokens}
-        return vllm.SamplingParams(temperature=1.0, logprobs=0, ignore_eos=True, seed=request.seed, **new)
+        return vllm.SamplingParams(temperature=1.0, logprobs=0, ignore_eos=True, **new)
 
     engine.generate(prompts[:2], [vllm.SamplingParams(max_tokens=4)] * 2, use_tqdm=False)
     with clock.phase("generate"):

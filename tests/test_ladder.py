@@ -47,6 +47,9 @@ LADDER: list[tuple[str, str, dict[str, tuple[Any, Any]]]] = [
     ("ablation_no_filter_1p5b", "attnrl_1p5b", {"algo.filter": ("all", "attention")}),
     ("ablation_no_expansion_1p5b", "attnrl_1p5b", {"algo.budget": ("all", "difficulty")}),
     ("ablation_not_all_right_1p5b", "attnrl_1p5b", {"algo.filter": ("not_all_right", "attention")}),  # Sec. 4.3
+    # beyond the paper: another rule
+    ("attnrl_residual_1p5b", "attnrl_1p5b", {"algo.rule": ("fci_residual", "fci")}),
+    ("attnrl_random_1p5b", "attnrl_1p5b", {"algo.rule": ("random_steps", "fci")}),
     # Table 3: TreeRL, TreeRL one step off-policy
     ("treerl_1p5b", "treerl_1p5b_off_policy", PIPELINE),
     # TreeRL's own form

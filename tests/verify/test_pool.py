@@ -21,6 +21,7 @@ import pytest
 from attnrl.errors import ConfigError, DataError
 from attnrl.types import Verdict
 from attnrl.verify import Verifier
+from attnrl.verify.pool import Served
 from processes import alive, wait_until
 
 SYMBOLIC = (r"\boxed{\int_0^1 x dx}", "0.5")  # needs a worker
@@ -131,7 +132,7 @@ def test_a_hanging_answer_is_wrong_by_timeout_and_counted() -> None:
 
 def test_a_worker_that_cannot_start_is_an_error_not_a_wrong_answer() -> None:
     with Verifier(workers=1) as verifier:
-        verifier._pool.memory_mb = 60  # too little to import its libraries
+        verifier._pool.served = Served("attnrl.verify.nowhere:grader")
         (verdict,) = verifier.grade([(r"\boxed{\sum_{i=1}^{3} i}", "7")])
         assert (verdict.reward, verdict.rule, verdict.error) == (0.0, "symbolic", "start")
         assert verifier.counts["error/start"] == 1
@@ -148,6 +149,7 @@ def test_workers_end_with_their_verifier() -> None:
 PARENT = """
 import sys, threading, time
 from attnrl.verify import Verifier
+from attnrl.verify.pool import Served
 verifier = Verifier(workers=1, timeout=3)
 threading.Thread(target=verifier.grade, args=([{item!r}],), daemon=True).start()
 while not verifier.worker_pids():

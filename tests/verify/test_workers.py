@@ -224,6 +224,20 @@ def test_a_killed_worker_leaves_no_open_pipe(log: Path) -> None:
     assert [pipe is not None and pipe.closed for pipe in pipes] == [True, True]
 
 
+def test_what_imports_take_is_not_counted_and_what_a_question_takes_is(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "large_here.py").write_text(
+        "import mmap\n"
+        "LIBRARY = mmap.mmap(-1, 3 << 30)\n"  # as torch with CUDA maps at import
+        "def make():\n"
+        "    return lambda size: len(bytearray(size << 20)) >> 20\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    pool = Pool(Served("large_here:make"), 1, 20.0, memory_mb=512)
+    replies = [pool.submit(size, None).result(JOIN) for size in (200, 900, 100)]
+    pool.close()
+    assert [(r.value, r.error) for r in replies] == [(200, None), (None, "memory"), (100, None)]
+
+
 def test_two_lines_that_came_at_once_are_read_one_by_one() -> None:
     process = Process(Served("nowhere:make"), memory_mb=64)
     process.popen = subprocess.Popen([sys.executable, "-c", "print('a\\nb')"], stdout=subprocess.PIPE)

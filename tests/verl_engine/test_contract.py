@@ -51,8 +51,6 @@ def test_evaluation_counts_for_the_longest_sequence():
 def test_what_the_engine_does_not_do_is_refused():
     with pytest.raises(ConfigError, match="lora_rank"):
         settings.check(load_config("", {"model.lora_rank": 8}), Llama(), learn=True)
-    with pytest.raises(ConfigError, match=r"update\.fused is of engine local"):
-        settings.check(load_config("", {"update.fused": True}), Llama(), learn=True)
     with pytest.raises(ConfigError, match=r'optimizer = "adamw_8bit" is of engine local.*optimizer_offload=True'):
         settings.check(load_config("", {"update.optimizer": "adamw_8bit"}), Llama(), learn=True)
     for layers in (3, "auto"):

@@ -277,8 +277,9 @@ class UpdateConfig(Section):
     gradient_checkpointing: Layers = Field("all", json_schema_extra=MAY_CHANGE)
     """Layers that run again in the backward pass instead of keeping what they computed: all, none, the first so many,
     or auto: as few as the device's free memory allows (all on a CPU); does not change the result."""
-    fused: bool = Field(False, json_schema_extra=MAY_CHANGE)
-    """Our kernels for norms, rotation, gate and log-probs (CUDA, models built like Llama); changes rounding alone."""
+    fused: bool = Field(True, json_schema_extra=MAY_CHANGE)
+    """Our kernels for norms, rotation, gate and log-probs where they fit (CUDA, models built like Llama); changes
+    rounding alone."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this global norm."""
     max_bad_updates: int = Field(5, ge=1)
@@ -326,7 +327,7 @@ class VerifyConfig(Section):
     timeout_s: Annotated[float, WORKERS] = Field(5.0, gt=0)
     """Wall limit of one answer, seconds."""
     memory_mb: Annotated[int, WORKERS] = Field(2048, ge=256, json_schema_extra=MAY_CHANGE)
-    """Memory limit of one worker, MB."""
+    """Memory limit of one worker beyond what its imports take, MB."""
     concurrency: Annotated[int, ASYNC] = Field(64, ge=1, json_schema_extra=MAY_CHANGE)
     """Calls of an async reward that run at the same time."""
     async_timeout_s: Annotated[float, ASYNC] = Field(60.0, gt=0)

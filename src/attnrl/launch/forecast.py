@@ -94,9 +94,9 @@ def activations(shape: Shape, config: Config, *, weight_bytes: int) -> int:
 
     A layer keeps, per token: four arrays of the gated layer; around each of its two norms the input, a float32 copy
     and the result; queries, keys, values and the attention's output. Of the first layers, those that run again, each
-    keeps its input alone; once the others have given their memory back, one at a time holds all of this and the
-    gradients of the gated layer's arrays. "auto" is counted as "all", the least it takes. Logits are a chunk, its
-    probabilities and its gradient in float32.
+    keeps its input and what attention gave; once the others have given their memory back, one at a time holds all of
+    this and the gradients of the gated layer's arrays. "auto" is counted as "all", the least it takes. Logits are a
+    chunk, its probabilities and its gradient in float32.
     """
     update = config.update
     longest = config.data.max_prompt_tokens + config.sampling.max_response_tokens
@@ -106,7 +106,8 @@ def activations(shape: Shape, config: Config, *, weight_bytes: int) -> int:
     asked = {"none": 0, "all": shape.layers, "auto": shape.layers}.get(str(update.gradient_checkpointing))
     again = int(update.gradient_checkpointing) if asked is None else asked
     one = layer + 3 * shape.inner * weight_bytes if again else 0
-    kept = again * shape.width * weight_bytes + max((shape.layers - again) * layer, one)
+    entry = weight_bytes * (shape.width + shape.heads * shape.head_size)
+    kept = again * entry + max((shape.layers - again) * layer, one)
     chunk = LOGIT_ELEMENTS // shape.vocabulary if update.logit_chunk_tokens is None else update.logit_chunk_tokens
     logits = 3 * 4 * min(tokens, chunk) * shape.vocabulary
     return tokens * kept + logits

@@ -50,6 +50,7 @@ class LocalBackend:
     counters, random states) and with LoRA `adapter/` (peft format; `model/` is then the merged model).
 
     Metrics of `update` are those of `UpdateMetrics` and
+    train/fused                whether the learner's own kernels ran
     train/recomputed_layers    layers that ran again in backward, mean over microbatches
     train/layer_token_bytes    with update.gradient_checkpointing = "auto": what one layer keeps per token, measured
     Those of `metrics`, of the time since it was last asked:

@@ -55,11 +55,10 @@ class AddNorm(torch.autograd.Function):
         sum_TW, normed_TW = fused_triton.add_norm(x_TW, y_TW, weight_W, eps)
         ctx.save_for_backward(sum_TW, weight_W)
         ctx.eps = eps
-        ctx.set_materialize_grads(False)  # nothing follows the last sum
         return sum_TW, normed_TW
 
     @staticmethod
-    def backward(ctx: Any, g_sum_TW: Tensor | None, g_normed_TW: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_sum_TW: Tensor, g_normed_TW: Tensor) -> tuple[Tensor | None, ...]:
         from attnrl.local import learn_triton
 
         sum_TW, weight_W = ctx.saved_tensors
@@ -144,10 +143,9 @@ class LearningDecoder:
         x_TW = self.base.embed_tokens(ids_T)
         cos, sin = self.base.rotary_emb(x_TW[None], position_ids=positions_T[None])
         turn = {"cos_TD": cos[0].contiguous(), "sin_TD": sin[0].contiguous()}
-        after_TW: Tensor | None = None
         for i, layer in enumerate(self.layers):
-            x_TW, after_TW = self.run(i, _run, x_TW, after_TW, layer=layer, **turn)
-        return _add_norm(x_TW, after_TW, self.base.norm)[1]
+            x_TW = self.run(i, _run, x_TW, layer=layer, **turn)
+        return _norm(x_TW, self.base.norm)
 
     @staticmethod
     def stats(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -156,33 +154,29 @@ class LearningDecoder:
         return found
 
 
-def _run(x_TW: Tensor, after_TW: Tensor | None, *, layer: Any, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """What stands before a layer's feed-forward part, and what that part adds to it."""
-    attention, mlp = layer.module.self_attn, layer.module.mlp
-    x_TW, normed_TW = _add_norm(x_TW, after_TW, layer.module.input_layernorm)
+def _run(x_TW: Tensor, *, layer: Any, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """One layer."""
+    attention, mlp, after = layer.module.self_attn, layer.module.mlp, layer.module.post_attention_layernorm
+    normed_TW = _norm(x_TW, layer.module.input_layernorm)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     q_THD, k_TKD, v_TKD = (project(normed_TW).unflatten(-1, (-1, layer.dim)) for project in projections)
     if layer.norms() is not None:
-        q_THD, k_TKD = _head_norm(q_THD, attention.q_norm), _head_norm(k_TKD, attention.k_norm)
+        q_THD, k_TKD = _norm(q_THD, attention.q_norm), _norm(k_TKD, attention.k_norm)
     q_THD, k_TKD = Rotate.apply(q_THD, cos_TD, sin_TD), Rotate.apply(k_TKD, cos_TD, sin_TD)
     attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
     heads = (x[None].transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
     window = getattr(attention, "sliding_window", None)
     seen, _ = attend(attention, *heads, None, dropout=0.0, scaling=attention.scaling, sliding_window=window)
-    x_TW, normed_TW = _add_norm(x_TW, attention.o_proj(seen[0].flatten(1)), layer.module.post_attention_layernorm)
-    return x_TW, mlp.down_proj(Gate.apply(mlp.gate_proj(normed_TW), mlp.up_proj(normed_TW)))
+    new_TW = attention.o_proj(seen[0].flatten(1))
+    x_TW, normed_TW = AddNorm.apply(x_TW, new_TW, after.weight, after.variance_epsilon)
+    fed_TW: Tensor = mlp.down_proj(Gate.apply(mlp.gate_proj(normed_TW), mlp.up_proj(normed_TW)))
+    return x_TW + fed_TW
 
 
-def _add_norm(x_TW: Tensor, y_TW: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-    if y_TW is None:
-        return x_TW, Norm.apply(x_TW, norm.weight, norm.variance_epsilon)
-    both: tuple[Tensor, Tensor] = AddNorm.apply(x_TW, y_TW, norm.weight, norm.variance_epsilon)
-    return both
-
-
-def _head_norm(x_THD: Tensor, norm: Any) -> Tensor:
-    normed: Tensor = Norm.apply(x_THD.flatten(0, 1), norm.weight, norm.variance_epsilon)
-    return normed.unflatten(0, x_THD.shape[:2])
+def _norm(x: Tensor, norm: Any) -> Tensor:
+    """The norm over the last axis."""
+    normed: Tensor = Norm.apply(x.flatten(0, -2), norm.weight, norm.variance_epsilon)
+    return normed.view_as(x)
 
 
 def learning_decoder(model: Any, run: Callable[..., Any]) -> LearningDecoder | None:

@@ -73,7 +73,7 @@ class Learner:
         self.counters = Counters()
 
     def update(self, samples: Sequence[Sample], *, version: int, progress: Progress | None = None) -> dict[str, float]:
-        """One pass over the samples; the metrics of `UpdateMetrics` and `Recompute`.
+        """One pass over the samples; the metrics of `UpdateMetrics` and `Recompute`, and whether kernels are fused.
 
         Paper: Eq. 1.
         """
@@ -88,7 +88,8 @@ class Learner:
             self._minibatch(samples, packs, old, metrics)
             if progress is not None:
                 progress(done, len(planned))
-        return metrics.summary(lr=self.learning_rate(), samples=sum(map(len, rows))) | self.recompute.metrics()
+        more = self.recompute.metrics() | {"train/fused": float(id(self.model) in self.decoders)}
+        return metrics.summary(lr=self.learning_rate(), samples=sum(map(len, rows))) | more
 
     def learning_rate(self) -> float:
         """Of the next update; it depends on the number of updates made alone, so a resumed run goes on with it."""
@@ -113,13 +114,10 @@ class Learner:
         return pack(samples, rows, self.device, share_prefixes=self.shares_prefixes)
 
     def _decoders(self) -> dict[int, LearningDecoder]:
-        """The fused forwards of policy and reference by the identity of the model; empty where it fits neither."""
+        """The fused forwards of policy and reference, of those that it fits, by the identity of the model."""
         models = [model for model in (self.model, self.reference) if model is not None]
         found = {id(model): learning_decoder(model, self.recompute.run) for model in models}
-        decoders = {key: decoder for key, decoder in found.items() if decoder is not None}
-        if len(decoders) < len(models):
-            warnings.warn(f"update.fused does not fit {type(self.model).__name__} on {self.device.type}", stacklevel=3)
-        return decoders
+        return {key: decoder for key, decoder in found.items() if decoder is not None}
 
     def _logprobs(self, model: Any, microbatch: Pack, *, fused: bool = True) -> Tensor:
         decoder = self.decoders.get(id(model)) if fused else None

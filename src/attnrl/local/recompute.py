@@ -1,7 +1,8 @@
 """Which decoder layers run again in `backward` instead of keeping what they computed, and how many memory asks for.
 
 Backward goes from the last layer to the first, so the first layers are those that run again: when their turn comes, the
-others have given their memory back.
+others have given their memory back. What fused attention returned is kept even then: it is as small as the layer's
+input, and computing it costs the more the longer a response is.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from attnrl.errors import ConfigError
 from attnrl.policy.logprobs import chunk_tokens
 from attnrl.policy.packing import Pack
 
 RESERVE = 0.1  # of the device's memory, left free: pieces the allocator cannot join, and workspaces of kernels
+ATTENTION = [torch.ops.aten._flash_attention_forward.default]
+ATTENTION += [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
 LOGIT_ARRAYS = 4  # float32 arrays as large as a chunk's logits: they, scaled, as probabilities, their gradient
 
 
@@ -30,7 +34,7 @@ class Kept:
     """Bytes that one decoder layer holds for `backward`, per token of the pack."""
 
     whole: float  # everything its gradient needs
-    entry: float  # its inputs alone, from which it can run again
+    entry: float  # its inputs, from which it can run again, and what attention returned
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -117,7 +121,8 @@ class Recompute:
         if self._counted is not None:
             return self._run_counted(self._counted, forward, *args, **given)
         if index < self.first and torch.is_grad_enabled():
-            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **given)
+            how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(forward, *args, context_fn=_attention_kept, **how, **given)
         return forward(*args, **given)
 
     def _count(self, tokens: int, forward: Callable[[], Any]) -> Kept:
@@ -140,9 +145,10 @@ class Recompute:
             return tensor
 
         fresh = [a.detach().requires_grad_() if _is_float(a) else a for a in args]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attention = _Attention()
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), attention:
             out = forward(*fresh, **given)
-        counted.append(Kept(sum(found.values()), sum(a.nbytes for a in fresh if _is_float(a))))
+        counted.append(Kept(sum(found.values()), attention.nbytes + sum(a.nbytes for a in fresh if _is_float(a))))
         return tree_map_only(Tensor, Tensor.detach, out)
 
     @contextmanager
@@ -158,6 +164,23 @@ class Recompute:
                 del vars(layer)["forward"]
                 if own is not None:
                     vars(layer)["forward"] = own
+
+
+_attention_kept = partial(create_selective_checkpoint_contexts, ATTENTION)
+
+
+class _Attention(TorchDispatchMode):  # type: ignore[misc]  # torch has no types for it
+    """Counts the bytes that fused attention returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in ATTENTION:
+            self.nbytes += sum(t.nbytes for t in tree_leaves(out) if isinstance(t, Tensor))
+        return out
 
 
 def _is_float(value: Any) -> bool:

@@ -67,12 +67,10 @@ class Verifier:
         if not (math.isfinite(timeout) and 0 < timeout <= MAX_TIMEOUT):
             raise ConfigError(f"timeout must be above 0 and at most {MAX_TIMEOUT:g} seconds, not {timeout}")
         if memory_mb < MIN_MEMORY_MB:
-            raise ConfigError(
-                f"memory_mb must be at least {MIN_MEMORY_MB}: a worker needs it to start, not {memory_mb}"
-            )
+            raise ConfigError(f"memory_mb must be at least {MIN_MEMORY_MB}: an answer may need it, not {memory_mb}")
         self.workers = workers or min(4, os.cpu_count() or 1)
         self.timeout = timeout  # seconds of wall clock for one answer in a worker
-        self.memory_mb = memory_mb  # address space of one worker
+        self.memory_mb = memory_mb  # of one worker, beyond what its libraries take
         self.max_chars = max_chars  # longest answer or gold that is looked at
         self.disagreements = disagreements
         self._pool = Pool(Served("attnrl.verify.symbolic:grader"), self.workers, timeout, memory_mb)

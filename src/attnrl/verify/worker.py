@@ -1,9 +1,10 @@
 """A worker process: answers one question at a time over its standard streams, one JSON object a line.
 
 It is started as `python -m attnrl.verify.worker`, not forked: threads, CUDA and `__main__` of the caller do not matter,
-and a daemonic process may have one too. Its address space is limited, and each question has a kernel alarm that ends
-the process even inside one long C call or after the caller's death. What it serves is the function that a factory
-makes: `package.module:factory`, called once with its options before the first question.
+and a daemonic process may have one too. What it serves is the function that a factory makes: `package.module:factory`,
+called once with its options before the first question. From then on its address space is limited (libraries may map
+much more when they are imported, torch several GB), and each question has a kernel alarm that ends the process even
+inside one long C call or after the caller's death.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import sys
 from collections.abc import Callable
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 GRACE = 1  # seconds past the caller's limit; the caller kills first
@@ -42,13 +44,18 @@ def reply_to(call: Callable[..., Any], *values: Any, **options: Any) -> dict[str
         return {"error": "raised", "message": " ".join(words)}
 
 
+def address_space() -> int:
+    """Bytes that this process has mapped; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
 def limit(memory_mb: int) -> None:
-    """Bounds this process: address space, no core files, no Ctrl-C of the caller's terminal."""
-    size = memory_mb << 20
+    """Bounds the address space to so much beyond what is mapped now."""
+    size = address_space() + (memory_mb << 20)
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def main(argv: list[str]) -> int:
@@ -61,8 +68,11 @@ def main(argv: list[str]) -> int:
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
-    limit(memory_mb)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the caller's terminal is the caller's
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     made = reply_to(make, factory, options)  # imports and first-use costs come before the clock starts
+    limit(memory_mb)
     tell({"ready": "value" in made, "message": made.get("message", "")})
     if "value" not in made:
         return 1

@@ -28,8 +28,6 @@ def check(config: Config, model_config: Any, *, learn: bool) -> None:
     """Raise where the engine cannot run the config. `model_config`: of transformers."""
     if config.model.lora_rank:
         raise ConfigError("engine verl trains full weights only: set model.lora_rank to 0, or use engine local")
-    if config.update.fused:
-        raise ConfigError("update.fused is of engine local: FSDP2 gathers weights around the model's own modules")
     if config.update.optimizer != "adamw":
         raise ConfigError(
             f'update.optimizer = "{config.update.optimizer}" is of engine local: leave it out; verl offloads its own '
