@@ -62,6 +62,11 @@ class TestCandidateSet:
         assert top_steps(scale * np.array([99, 1, 6, 2, 5, 3, 4]), steps, top_fraction=0.2) == [2, 4]
         assert top_steps(scale * np.array([99, 1, 6, 2, 4.999, 3, 4]), steps, top_fraction=0.1) == [2]
 
+    def test_between_two_neighbours_in_float32_lies_a_quantile(self, build):
+        # position 0.3 of two candidates: 0.3 of the way from 1 to the next float32, which only the higher one reaches
+        scores = np.array([0, 1, np.nextafter(np.float32(1), np.float32(2))], dtype=np.float32)
+        assert top_steps(scores, build.steps(1, 2, tokens=3), top_fraction=0.7) == [2]
+
     def test_without_a_positive_score_it_is_empty(self, build):
         assert top_steps(np.zeros(4), build.steps(1, 2, 3, tokens=4)) == []
 

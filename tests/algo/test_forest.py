@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnrl.algo.adaptive import all_trees, difficulty_trees
-from attnrl.algo.forest import Plan, branch_requests, plan, plant, trunk_requests, whole_responses
+from attnrl.algo.forest import (
+    Plan,
+    branch_requests,
+    plan,
+    plant,
+    trunk_requests,
+    unscored,
+    untrained,
+    whole_responses,
+)
 from attnrl.errors import AttnRLError
 from attnrl.types import Group, Rollout, Verdict, as_floats, as_ids
 
@@ -137,6 +146,23 @@ class TestPlant:
     def test_a_missing_rollout_is_noticed(self, planned):
         with pytest.raises(ValueError, match="zip"):
             plant(planned, drawn(5), [Verdict(1.0, "number")] * 6, width=2)
+
+
+def test_a_prompt_left_out_keeps_its_trunks_and_the_reason(group):
+    forest = untrained(group, "all trunks right")
+    assert forest.prompt is group.prompt
+    assert [(t.trunk, t.branches) for t in forest.trees] == [(trunk, ()) for trunk in group.trunks]
+    assert forest.reason == "all trunks right"
+
+
+def test_scores_nobody_asked_for_are_the_samplers_and_no_numbers(build):
+    rollout = build.rollout(5)
+    scores = unscored(rollout, build.steps(2, tokens=5))
+    assert scores.logprobs is rollout.logprobs
+    for missing, length in [(scores.entropy, 5), (scores.fci, 2)]:  # of the tokens, of the steps
+        assert missing.dtype == np.float32
+        assert missing.shape == (length,)
+        assert np.isnan(missing).all()
 
 
 @st.composite

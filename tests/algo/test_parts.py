@@ -7,11 +7,12 @@ import inspect
 import numpy as np
 import pytest
 
-from attnrl.algo.adaptive import BUDGETS
+from attnrl.algo.adaptive import BUDGETS, FILTERS
 from attnrl.algo.advantages import ESTIMATORS
 from attnrl.algo.branching import RULES
 from attnrl.algo.parts import bind, find
 from attnrl.algo.steps import SEGMENTERS
+from attnrl.config import check_options
 
 
 def test_ours_by_name_with_knobs_and_options(build):
@@ -69,3 +70,15 @@ def test_every_option_of_ours_has_a_default(table):
     for part in table.values():
         for parameter in inspect.signature(part).parameters.values():
             assert parameter.kind is not parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
+
+
+@pytest.mark.parametrize("table", [RULES, SEGMENTERS, ESTIMATORS, BUDGETS, FILTERS])
+def test_a_default_that_is_written_down_is_accepted(table):
+    """A user may put what the docs call the default into a config; None, which TOML does not know, aside."""
+    written = 0
+    for part in table.values():
+        parameters = inspect.signature(part).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not None}
+        check_options(part, defaults)
+        written += len(defaults)
+    assert written

@@ -139,6 +139,30 @@ class TestGspo:
         assert tokens.units == 4
         assert tokens.loss.item() / tokens.units == pytest.approx(0.5)
 
+    def test_a_sample_without_loss_tokens_is_none_of_the_mean(self) -> None:
+        assert objective(UpdateConfig(loss="gspo")).units([2, 0, 1]) == 2
+        assert objective(UpdateConfig()).units([2, 0, 1]) == 3
+
+
+def test_what_an_update_sums_by_hand() -> None:
+    """Ratio 2 to the sampler and advantage 1, held at 1.28, half as likely in the reference; and a token at rest."""
+    rows = [(0.0, -LOG2, -LOG2, 0.0, 1.0, 0.5), (0.0, 0.0, 0.0, 0.0, -3.0, 1.5)]
+    found = summed(rows, [2], UpdateConfig(kl_weight=0.5, entropy_weight=0.1))
+    kl = LOG2 - 0.5  # d = -log 2
+    assert {name: value.item() for name, value in found.sums.items()} == pytest.approx(
+        {
+            "loss": 1.72 + 0.5 * kl - 0.2,
+            "surrogate": -1.28 + 3.0,
+            "kl": kl,
+            "behaviour_kl": 1 - LOG2,  # d = log 2
+            "entropy": 2.0,
+            "importance_weight": 2.0,
+            "clip_high": 1.0,
+            "clip_low": 0.0,
+        }
+    )
+    assert (found.loss.item(), found.ratio_max.item()) == pytest.approx((1.72 + 0.5 * kl - 0.2, 2.0))
+
 
 def test_k3_by_hand() -> None:
     torch.testing.assert_close(k3(torch.tensor([0.0, LOG2, -LOG2])), torch.tensor([0.0, 1 - LOG2, LOG2 - 0.5]))
@@ -312,6 +336,23 @@ class TestByName:
                 counts=[2],
                 objective=objective(UpdateConfig(loss="own_losses:unmoved")),
             )
+
+    @pytest.mark.parametrize(
+        ("name", "option", "inside", "outside"),
+        [
+            ("cispo", "cap", [0.5, 5.0], [0.0, -1.0]),
+            ("gspo", "low", [1e-6, 0.5], [0.0, 1.0]),
+            ("gspo", "high", [1e-6, 9.0], [0.0, -1.0]),
+            ("clip", "dual_clip", [1.5], [1.0]),
+        ],
+    )
+    def test_options_have_ranges(self, name: str, option: str, inside: list[float], outside: list[float]) -> None:
+        for value in inside:
+            made = objective(UpdateConfig(loss=name, loss_options={option: value}))
+            assert made.loss.keywords[option] == value
+        for value in outside:
+            with pytest.raises(ConfigError, match=rf"update\.loss: option {option} = {value}: .* than"):
+                objective(UpdateConfig(loss=name, loss_options={option: value}))
 
     @pytest.mark.parametrize(
         ("overrides", "message"),

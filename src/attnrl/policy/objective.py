@@ -44,9 +44,8 @@ class Objective:
 
 def objective(options: UpdateConfig) -> Objective:
     """The objective of an [update] section; a wrong name or option of the loss raises ConfigError."""
-    knobs = {name: getattr(options, name) for name in UpdateConfig.model_fields if not name.startswith("loss")}
     try:
-        loss = bind(LOSSES, options.loss, options.loss_options, knobs)
+        loss = bind(LOSSES, options.loss, options.loss_options, knobs=dict(options))
         check_options(loss.func, options.loss_options)
         check_call(loss, "new_N", "base_N", "advantages_N", "counts_S")
     except ValueError as error:
