@@ -48,7 +48,7 @@ TESTS: dict[str, list[str]] = {  # cheapest first
     "algo/samples.py": ["tests/algo/test_samples.py"],
     "algo/forest.py": ["tests/algo/test_forest.py"],
     "algo/statistics.py": ["tests/algo/test_statistics.py"],
-    "algo/branching.py": ["tests/algo/test_branching.py", "tests/algo/test_parts.py"],
+    "algo/branching.py": ["tests/algo/test_branching.py", "tests/algo/test_parts.py", "tests/algo/test_reasons.py"],
     "algo/adaptive.py": ["tests/algo/test_adaptive.py", "tests/algo/test_parts.py"],
     "backend.py": ["tests/test_iteration.py", "tests/test_overlap.py"],
     "iteration.py": LOOP,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from attnrl.config import UpdateConfig, load_config
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.policy.losses import LOSSES, TokenLoss, mean_over_samples
-from attnrl.policy.objective import LossSums, importance_weights, k3, loss_sums, objective
+from attnrl.policy.objective import LossSums, Objective, importance_weights, k3, loss_sums, objective
 
 LOG2 = math.log(2.0)
 
@@ -164,6 +165,20 @@ def test_what_an_update_sums_by_hand() -> None:
     assert (found.loss.item(), found.ratio_max.item()) == pytest.approx((1.72 + 0.5 * kl - 0.2, 2.0))
 
 
+def test_a_loss_gets_its_counts_where_its_tokens_are() -> None:
+    """The meta device holds no values, and refuses tensors of another device like any."""
+    seen = []
+
+    def loss(new_N: torch.Tensor, old_N: torch.Tensor, advantages_N: torch.Tensor, counts_S: torch.Tensor) -> Any:
+        seen.append(counts_S.device.type)
+        return new_N * advantages_N
+
+    column_N = torch.zeros(2, device="meta")
+    made = Objective(partial(loss), UpdateConfig())
+    loss_sums(column_N, column_N, advantages_N=column_N, behaviour_N=column_N, counts=[2], objective=made)
+    assert seen == ["meta"]
+
+
 def test_k3_by_hand() -> None:
     torch.testing.assert_close(k3(torch.tensor([0.0, LOG2, -LOG2])), torch.tensor([0.0, 1 - LOG2, LOG2 - 0.5]))
 
@@ -180,6 +195,11 @@ class TestImportanceWeights:
         weights = importance_weights(self.old, torch.zeros(5), mask=(0.499999, 2.000001))
         assert weights.tolist() == pytest.approx([0.0, 0.5, 1.7, 2.0, 0.0])
         assert not weights.requires_grad
+
+    def test_both_bounds_of_a_mask_are_included(self) -> None:
+        """Log-probs of 0, so that the weight is 1 to the last bit."""
+        for bounds in ((1.0, 2.0), (0.5, 1.0)):
+            assert importance_weights(torch.zeros(1), torch.zeros(1), mask=bounds).item() == 1.0
 
     def test_the_ratio_moves_to_the_learner(self) -> None:
         """new = old = 0.5 * sampler probability: ratio 1 against the learner, weight 0.5 on a token of advantage 2."""
