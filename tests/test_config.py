@@ -109,6 +109,19 @@ def test_released_differs_from_paper_where_method_says_so() -> None:
         ({"update.lr": "fast"}, r"update\.lr: .*number"),
         ({"algo.drop": "some"}, r"algo\.drop: .*'samples', 'prompts' or 'none'"),
         ({"algo.points.x": 1}, r"algo\.points"),
+        (
+            {"reward": ["math", {"name": "exact", "wieght": 2}]},
+            r"unknown key reward\.2\.wieght; did you mean reward\.2\.weight",
+        ),
+        (
+            {"reward": [{"nme": "math"}]},
+            r"reward\.1\.name: field required\n.*reward\.1\.nme; did you mean reward\.1\.name",
+        ),
+        (
+            {"reward": [{"name": "math", "zzz": 1}]},
+            r"unknown key reward\.1\.zzz; `attnrl config --help` lists the keys",
+        ),
+        ({"data.train": ["a.jsonl", 3]}, r"data\.train\.2: .*string, got 3"),
     ],
 )
 def test_a_mistake_is_named_with_its_key(overrides: dict, message: str) -> None:

@@ -56,6 +56,7 @@ def test_the_list_of_commands_fits_80_columns() -> None:
         (["config", "attnrl_1p5b", "--algo.pionts", "2"], "did you mean --algo.points"),
         (["config", "attnrl_1p5b", "--algo.points", "0"], "algo.points"),
         (["config", "attnrl_1p5b", "--algo.points"], "needs a value"),
+        (["config", "demo", "--reward", '["math", {"name": "exact", "wieght": 2}]'], "did you mean reward.2.weight?"),
         (["config", "missing.toml"], "missing.toml does not exist"),
         (["presets", "extra"], "takes no arguments"),
         (["config", "attnrl_1p5b", "--update.lr", "inf"], "update.lr"),

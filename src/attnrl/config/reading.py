@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from attnrl.config.base import MAY_CHANGE
-from attnrl.config.sections import Config
+from attnrl.config.sections import Config, RewardConfig
 from attnrl.config.taken import keep_set, set_by_file
 from attnrl.errors import ConfigError, MissingFileError
 
@@ -119,18 +119,28 @@ def _with_nothing(values: dict[str, Any], optional: set[str], prefix: str = "") 
 
 
 def explain(error: ValidationError, where: str) -> str:
-    """Every mistake of a validation as `key: what is wrong`, with the nearest known key for a wrong one."""
+    """Every mistake of a validation as `key: what is wrong`, with the nearest known key for a wrong one. What stands in
+    a list is counted from 1.
+    """
     lines = []
     for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"])
+        key = ".".join(str(part + 1 if isinstance(part, int) else part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, keys(), n=1)
+            near = _near(key, item["loc"])
             hint = f"; did you mean {near[0]}?" if near else "; `attnrl config --help` lists the keys"
             lines.append(f"unknown key {key}{hint}")
         else:
             got = "" if isinstance(item["input"], dict | BaseModel) else f", got {item['input']!r}"
             lines.append(f"{key}: {_said(item)}{got}")
     return f"{where}: " + "\n  ".join(lines)
+
+
+def _near(key: str, place: tuple[int | str, ...]) -> list[str]:
+    """The known key that a wrong one is near to, if any; in a table of the list [[reward]] by its own name alone."""
+    table, _, name = key.rpartition(".")
+    if len(place) == 3 and place[0] == "reward":
+        return [f"{table}.{found}" for found in difflib.get_close_matches(name, RewardConfig.model_fields, n=1)]
+    return difflib.get_close_matches(key, keys(), n=1)
 
 
 def _said(item: Any) -> str:
