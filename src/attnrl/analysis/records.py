@@ -67,7 +67,7 @@ def read_run(path: Path, name: str | None = None, *, begun: bool = True) -> RunR
     Without `begun` a run whose first iteration has not finished yet is a record without metrics.
     """
     if not path.is_dir():
-        raise MissingFileError(f"run directory {path} does not exist")
+        raise MissingFileError(f"run directory {path} does not exist; `attnrl train ... --run-dir {path}` makes it")
     metrics = path / "metrics.jsonl"
     if begun and not metrics.is_file():
         raise MissingFileError(

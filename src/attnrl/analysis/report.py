@@ -47,8 +47,6 @@ def named_runs(run_dirs: Sequence[Path]) -> list[tuple[Path, str]]:
     if not paths:
         raise MissingFileError("name at least one run directory")
     for path in paths:
-        if not path.is_dir():
-            raise MissingFileError(f"run directory {path} does not exist")
         inside = sorted(file.parent for file in path.glob("*/metrics.jsonl"))
         if inside and not (path / "config.json").exists():
             raise MissingFileError(f"{path} is no run directory, but holds some; give {' '.join(map(str, inside[:5]))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,22 @@ LIVE_SCRIPTS = ("live.js", *SCRIPTS)
 Query = dict[str, str]
 
 
+class Server(ThreadingHTTPServer):
+    """Python's own, silent about a connection that the browser dropped."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @dataclass(slots=True)
 class View:
     """The server and its watches; `close` ends both."""
 
     watches: list[Watch]
-    server: ThreadingHTTPServer
+    server: Server
     stopping: threading.Event = field(default_factory=threading.Event)
     threads: list[threading.Thread] = field(default_factory=list)
 
@@ -60,12 +71,11 @@ def open_view(run_dirs: Sequence[Path], port: int = 0) -> View:
     for watch in watches:
         watch.record()  # a directory that is no run is refused here
     try:
-        server = ThreadingHTTPServer((LOOPBACK, port), handler(watches))
+        server = Server((LOOPBACK, port), handler(watches))
     except OSError as error:
         raise ConfigError(
             f"--port {port} cannot be used ({error.strerror}); choose another, 0 for any free one"
         ) from None
-    server.daemon_threads = True
     return View(watches, server)
 
 
@@ -139,16 +149,13 @@ def handler(watches: Sequence[Watch]) -> type[BaseHTTPRequestHandler]:
 
         def answer(self, status: int, kind: str, text: str) -> None:
             body = text.encode("utf-8", "replace")
-            try:
-                self.send_response(status)
-                self.send_header("Content-Type", f"{kind}; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("Cache-Control", "no-store")
-                self.send_header("X-Content-Type-Options", "nosniff")
-                self.end_headers()
-                self.wfile.write(body if self.command != "HEAD" else b"")
-            except ConnectionError:
-                self.close_connection = True  # the page was closed meanwhile
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.end_headers()
+            self.wfile.write(body if self.command != "HEAD" else b"")
 
         def log_message(self, format: str, *args: Any) -> None:
             """Quiet: the page asks every second."""
