@@ -56,7 +56,7 @@ def test_what_began_with_a_run_s_checkpoint_goes_on_with_it_when_the_run_has_mov
 ) -> None:
     monkeypatch.chdir(tmp_path)
     small = {"evaluation.every": 0, "algo.prompts": 1, "algo.group": 2, "run.checkpoint_every": 1}
-    first, second = (f"a/checkpoints/{number:06}/model" for number in (1, 2))
+    first, second = (str(tmp_path / f"a/checkpoints/{number:06}/model") for number in (1, 2))
     shutil.copytree(model_path("demo"), first)
     Path("a/config.json").write_text(load_config("demo").model_dump_json())
     said: list[str] = []
@@ -84,9 +84,12 @@ def test_what_began_with_a_run_s_checkpoint_goes_on_with_it_when_the_run_has_mov
     assert cli.run(scoring) == 0
     assert pq.read_schema("scores.parquet").metadata[b"model"].decode() == second
 
+    monkeypatch.chdir("results")  # from wherever: what was recorded is absolute
+    assert cli.run(["train", "--resume", "--run-dir", "../b", "--run.iterations", "3"]) == 0
+    monkeypatch.chdir(tmp_path)
     shutil.rmtree(Path(first).parent)  # as the run does by itself once two newer ones are there
     with pytest.raises(MissingFileError, match=rf"no model {first}: .*run\.keep_checkpoints.*; it has .*{second}$"):
-        train(None, "b", resume=True, overrides={"run.iterations": 3})
+        train(None, "b", resume=True, overrides={"run.iterations": 4})
 
 
 def test_a_warmed_up_model_is_evaluated_on_its_own_tasks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,16 +157,18 @@ def newest_model(name: str) -> str:
 
 def pin_model(name: str, say: Callable[[str], None], begun: str = "") -> str:
     """The model that a name stands for from now on, which is what is recorded. A run directory stands for its newest
-    checkpoint, and that is said: the run may train on. What was `begun` with an older one of it keeps that.
+    checkpoint, wherever one stands later, and that is said: the run may train on. What was `begun` with an older one
+    of it keeps that.
     """
-    path = newest_model(name)
-    if name == "demo" or path == name:
+    newest = newest_model(name)
+    if name == "demo" or newest == name:
         return name
-    if begun not in ("", path) and Path(begun).parent.parent == Path(name) / "checkpoints":
-        say(f"{name} stands for {begun}, as at the beginning; its newest is {path}")
+    path, before = (Path(os.path.abspath(found)) for found in (newest, begun))
+    if begun and before.parent.parent == path.parent.parent:
+        say(f"{name} stands for {begun}, as at the beginning{'' if before == path else f'; its newest is {path}'}")
         return begun
     say(f"{name} stands for its newest checkpoint, {path}")
-    return path
+    return str(path)
 
 
 def check_model(name: str) -> str:
