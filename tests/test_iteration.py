@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attnrl.backend import generate_by
 from attnrl.config import load_config
 from attnrl.errors import TrainingError
 from attnrl.iteration import Parts, first_state
 from attnrl.schedules import SCHEDULES, on_policy, one_step_off_policy
-from attnrl.types import Rollout, Scores, Verdict, as_floats, as_ids
+from attnrl.types import Request, Rollout, Sampling, Scores, Verdict, as_floats, as_ids
 from fakes import EOS, RIGHT, FakeBackend, decode, fake_parts, grade
 
 
@@ -182,11 +183,11 @@ def replaced(**changes: Any) -> Callable[[list[Any]], list[Any]]:
         ("generate", replaced(logprobs=lambda r: ["low"] * len(r.ids)), "it needs a finite one for each"),
         ("generate", replaced(logprobs=lambda r: None), "it needs a finite one for each"),
         ("score", lambda rows: [None, *rows[1:]], "must return attnrl.types.Scores, not NoneType"),
-        ("score", replaced(fci=lambda s: s.fci[1:]), r"scores \(9 of 9\) with FCI of shape .* for each of \d+ steps"),
+        ("score", replaced(fci=lambda s: s.fci[1:]), r"scores \(9 of 9\) with FCI of shape .* for each of \d+ steps$"),
         ("score", replaced(fci=lambda s: s.fci * np.nan), r"with FCI of shape .*, not all finite"),
         ("score", replaced(fci=lambda s: None), r"with FCI of shape \(\),"),
         ("score", replaced(logprobs=lambda s: s.logprobs * np.nan), "with log-probs of shape .*, not all finite"),
-        ("score", replaced(logprobs=lambda s: s.logprobs[1:]), r"with log-probs of .* for each of \d+ tokens"),
+        ("score", replaced(logprobs=lambda s: s.logprobs[1:]), r"with log-probs of .* for each of \d+ tokens$"),
         ("score", replaced(entropy=lambda s: s.entropy * np.inf), "with entropies of shape .*, not all finite"),
         ("update", lambda metrics: None, "update of the engine Broken must return a dict of numbers .* not NoneType"),
         ("update", lambda metrics: {"mine/word": "high"}, "a number for each name: 'mine/word' is 'high'"),
@@ -204,6 +205,16 @@ def test_an_engine_that_breaks_its_promise_is_said(verb: str, change: Any, said:
     parts = fake_parts(load_config("attnrl_1p5b", small), Broken())
     with pytest.raises(TrainingError, match=said):
         SCHEDULES[schedule](first_state(parts, 0), parts)
+
+
+def test_a_rollout_may_have_one_token_and_as_many_as_were_asked_for() -> None:
+    class Exact(FakeBackend):
+        def generate(self, requests: Any, sampling: Any) -> list[Rollout]:
+            lengths = (1, 7)
+            return [Rollout(as_ids([RIGHT] * n), as_floats([-1.0] * n), "length", self.version) for n in lengths]
+
+    requests = [Request(as_ids([5]), 7, seed, "q/0") for seed in (1, 2)]
+    assert [len(rollout.ids) for rollout in generate_by(Exact(), requests, Sampling())] == [1, 7]
 
 
 @pytest.mark.parametrize("raised", [0, 2])
