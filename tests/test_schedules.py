@@ -447,6 +447,11 @@ def test_each_phase_is_timed_where_it_runs(schedule: str, monkeypatch: pytest.Mo
         assert seconds == {"generate": 2, "verify": 2, "score": 1, "update": 1, "iteration": 6}
 
 
+def test_of_a_batch_of_one_prompt_that_is_kept_nothing_was_filtered() -> None:
+    parts = replace(parts_of("treerl_1p5b", **{"algo.prompts": 1}), filter=Filter(lambda group: True))
+    assert step(parts, ON).metrics["batch/filtered_share"] == 0.0
+
+
 def test_the_metrics_of_an_iteration_by_hand() -> None:
     backend = FakeBackend()
     parts = replace(parts_of(backend=backend, adaptive=False), filter=Filter(lambda group: number(group) % 4 != 1))
