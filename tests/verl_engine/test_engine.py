@@ -235,11 +235,11 @@ def test_draws_do_not_depend_on_routing_and_branches_are_cached(engine):
 def test_bad_input_is_named_before_anything_runs(engine):
     with pytest.raises(ConfigError, match="exceed the servers' 464"):
         engine.generate([Request(as_ids([5] * 430), 40, 0, "a/0")], Sampling())
-    with pytest.raises(DataError, match="outside the vocabulary of 256"):
+    with pytest.raises(DataError, match="outside the model's vocabulary of 256"):
         engine.generate([Request(as_ids([5, 999]), 4, 0, "a/0")], Sampling())
     with pytest.raises(DataError, match=r"step \(0, 9\)"):
         engine.score([ScoreRequest(as_ids([5]), as_ids([6]), (Step(0, 9),))], SCORING)
-    with pytest.raises(DataError, match="outside the vocabulary"):
+    with pytest.raises(DataError, match="response of sample 0: token id 999 is outside the model's vocabulary"):
         engine.update([Sample(as_ids([5]), as_ids([999]), as_floats([1]), as_floats([-1]), "q")])
     assert len(engine.generate(requests(1, 1), Sampling())) == 1
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from attnrl.attention.decoder import vocabulary_of
+from attnrl.backend import check_requests
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.local.draw import check_sampling
 from attnrl.local.models import is_lora
@@ -68,7 +70,7 @@ class VllmSampler:
     def generate(self, requests: Sequence[Request], sampling: Sampling, *, version: int) -> list[Rollout]:
         """One rollout per request, in order, marked with the policy version; a dead engine is built again once."""
         check_sampling(sampling)
-        self._check_requests(requests)
+        check_requests(requests, vocabulary_of(self.model), {"the {} tokens that vLLM was started for": self.longest})
         self.stats = stats = SamplerStats(requests=len(requests), rows=self.rows)
         if not requests:
             return []
@@ -177,14 +179,6 @@ class VllmSampler:
             "detokenize": False,
         }
         return self._library.SamplingParams(**values)
-
-    def _check_requests(self, requests: Sequence[Request]) -> None:
-        for i, request in enumerate(requests):
-            if len(request.context) + request.max_tokens > self.longest:
-                raise ConfigError(
-                    f"request {i}: {len(request.context)} context tokens and max_tokens = {request.max_tokens} exceed "
-                    f"the {self.longest} tokens that vLLM was started for"
-                )
 
     @staticmethod
     def _deaths() -> tuple[type[Exception], ...]:

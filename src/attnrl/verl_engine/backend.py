@@ -18,11 +18,13 @@ from ray.exceptions import RayError
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
+from attnrl.backend import check_ids, check_requests
 from attnrl.config import Config
-from attnrl.errors import AttnRLError, ConfigError, DataError, MissingFileError, TrainingError
+from attnrl.errors import AttnRLError, ConfigError, MissingFileError, TrainingError
 from attnrl.policy.passes import minibatches
 from attnrl.policy.rates import Counters, learning_rate
-from attnrl.scoring.scorer import ScoreReport, check_requests
+from attnrl.scoring import scorer
+from attnrl.scoring.scorer import ScoreReport
 from attnrl.types import Ids, Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
 from attnrl.verl_engine import settings, worker
 from attnrl.verl_engine.arrival import Arrival, Checksum
@@ -31,6 +33,8 @@ from attnrl.verl_engine.session import Session
 from attnrl.verl_engine.sharded import together
 from attnrl.verl_engine.share import deal, share_packs
 from attnrl.verl_engine.watch import Watch
+
+SERVED = "the servers' {}; see data.max_prompt_tokens and sampling.max_response_tokens"
 
 
 def say(line: str) -> None:
@@ -91,7 +95,7 @@ class VerlBackend:
         """What gives the rollouts: drawn meanwhile by servers on GPUs of their own, drawn already by others."""
         if not requests:
             return list
-        self._check_requests(requests)
+        check_requests(requests, self.vocabulary, {SERVED: self.config.actor_rollout_ref.rollout.max_model_len})
         if self.servers.held != self.version:
             self._sync(requests[0].context[:256])
         with self._phase("generate"):
@@ -103,7 +107,7 @@ class VerlBackend:
 
     def score(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
         """Log-probs, entropy and FCI, each rank over its share. Paper: Eq. 4-6."""
-        self._check_scored(requests, scoring)
+        scorer.check_requests(requests, self.vocabulary, scoring.temperature)
         self._sleep()
         return self._score(requests, scoring)
 
@@ -111,7 +115,8 @@ class VerlBackend:
         """One pass over the samples in the local engine's minibatches; token-mean over all ranks. Paper: Eq. 1."""
         if not self.learns:
             raise ConfigError("this engine was started without a learner: it can sample and score, not train")
-        self._check_ids([x for s in samples for x in (s.prompt, s.response)], "sample")
+        check_ids([s.prompt for s in samples], self.vocabulary, "prompt of sample")
+        check_ids([s.response for s in samples], self.vocabulary, "response of sample")
         self._sleep()
         plan = minibatches(samples, self.options, seed=self.seed, version=self.version)
         shares: list[list[Any]] = [[] for _ in range(self.ranks)]
@@ -290,28 +295,6 @@ class VerlBackend:
         self.scored.seconds += slowest.seconds
         self.scored.fci_seconds += slowest.fci_seconds
         return scores
-
-    # ---- checks
-
-    def _check_requests(self, requests: Sequence[Request]) -> None:
-        longest = self.config.actor_rollout_ref.rollout.max_model_len
-        for index, request in enumerate(requests):
-            if len(request.context) + request.max_tokens > longest:
-                raise ConfigError(
-                    f"request {index}: {len(request.context)} tokens of context and {request.max_tokens} to draw "
-                    f"exceed the servers' {longest}; see data.max_prompt_tokens and sampling.max_response_tokens"
-                )
-        self._check_ids([r.context for r in requests], "request")
-
-    def _check_scored(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> None:
-        check_requests(requests, scoring.temperature)
-        self._check_ids([x for r in requests for x in (r.prompt, r.response)], "scored request")
-
-    def _check_ids(self, rows: Sequence[Ids], name: str) -> None:
-        """An id outside the vocabulary would end one rank or server and leave the others waiting."""
-        for row in rows:
-            if not len(row) or int(row.min()) < 0 or int(row.max()) >= self.vocabulary:
-                raise DataError(f"a {name} is empty or holds a token id outside the vocabulary of {self.vocabulary}")
 
 
 def cause(error: BaseException) -> str:
