@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from importlib import metadata
-from typing import Any
 
 from attnrl.errors import ConfigError, MissingExtraError
 
@@ -51,18 +50,9 @@ def check_verl(contract: tuple[tuple[str, tuple[str, ...]], ...] = CONTRACT) -> 
     if not FROM <= numbers < BELOW:
         raise ConfigError(f"engine verl is written for verl >=0.9.1,<0.10; installed is {version}")
     for name, wanted in contract:
-        found = _find(name, version)
-        has = inspect.signature(found).parameters
+        try:
+            has = inspect.signature(pkgutil.resolve_name(name)).parameters
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"verl {version} has no usable {name}: {error}") from error
         if missing := [p for p in wanted if p not in has]:
             raise ConfigError(f"verl {version}: {name} takes no {missing[0]!r} (it takes {', '.join(has)})")
-
-
-def _find(name: str, version: str) -> Any:
-    module, _, path = name.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"verl {version} has no usable {name}: {error}") from error
-    return found
