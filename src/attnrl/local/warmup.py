@@ -139,7 +139,7 @@ class Warmup:
             weight_decay=options.weight_decay,
             clip_norm=options.clip_norm,
         )
-        self.sampler = Sampler(self.model, stop_ids=stop_token_ids(self.model, self.tokenizer))
+        self.sampler = Sampler(self.model, stop_ids=stop_token_ids(self.model.generation_config, self.tokenizer))
         self.held_out = self.source.held_out(options.evaluation_tasks)
         if options.target_accuracy is not None and all(e.answer is None for e in self.held_out):
             raise ConfigError("target_accuracy: no held-out response states an answer in a \\boxed{} or after ####")

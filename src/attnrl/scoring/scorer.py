@@ -42,6 +42,17 @@ class ScoreReport:
     attention_kinds: set[str] = field(default_factory=set)
     fci_kinds: set[str] = field(default_factory=set)
 
+    def add(self, ranks: Sequence[ScoreReport]) -> None:
+        """Take in what ranks did at the same time: the work of all, the time of the slowest."""
+        for rank in ranks:
+            self.tokens += rank.tokens
+            self.packs += rank.packs
+            self.attention_kinds |= rank.attention_kinds
+            self.fci_kinds |= rank.fci_kinds
+        slowest = max(ranks, key=lambda rank: rank.seconds)
+        self.seconds += slowest.seconds
+        self.fci_seconds += slowest.fci_seconds
+
     @property
     def overhead(self) -> float:
         """Time with FCI over time without, minus 1: metric `score/overhead`."""
