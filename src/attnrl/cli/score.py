@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 from rich.console import Console
 
+from attnrl.cli.files import check_folder, read_file
 from attnrl.cli.flags import read_flags, show
-from attnrl.cli.lines import check_folder, read_lines
 from attnrl.config import Section
 from attnrl.errors import DataError, MissingFileError
 from attnrl.launch.models import pin_model
@@ -110,22 +110,10 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
         forests = sorted((path / "forests").glob("*.parquet"))
         hint = f"the responses of this run are in files such as {forests[-1]}" if forests else "give a file in it"
         raise MissingFileError(f"--input {path} is a directory; {hint}")
-    if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        if not path.is_file():
-            raise MissingFileError(f"{path}: no such file; give a .jsonl, .jsonl.gz or .parquet file")
-        try:
-            table = enumerate(pq.read_table(path).to_pylist(), start=1)
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{path}: not a readable parquet file ({error})") from error
-        rows = [(n, _response(row)) for n, row in table if row.get("kind") != "branch"]
-    else:
-        rows = [(index + 1, row) for _, index, row in read_lines(path, "write one response a line")]
+    rows = [row for row in read_file(path) if row.columns.get("kind") != "branch"]
     if not rows:
-        raise DataError(f"{path}: no rows")
-    return [(n, {**row, "where": f"{path}:{n}"}) for n, row in rows]
+        raise DataError(f"{path}: no trunk in it")
+    return [(row.number, {**_response(row.columns), "where": row.where}) for row in rows]
 
 
 def _response(row: dict[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import track
 
+from attnrl.cli.files import check_folder
 from attnrl.cli.flags import read_flags, show
-from attnrl.cli.lines import check_folder
 from attnrl.config import Section, TaskConfig
 
 
