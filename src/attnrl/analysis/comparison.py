@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ValidationError
 
+from attnrl.algo.intervals import bootstrap_means, interval
 from attnrl.analysis.curves import axes, benchmarks
-from attnrl.analysis.intervals import bootstrap
 from attnrl.analysis.records import RunRecord
 from attnrl.config import Config
 from attnrl.errors import DataError
@@ -203,7 +203,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     """
     if any(math.isnan(v) for v in values) or not values:
         return Estimate(math.nan, math.nan, math.nan, len(values))
-    low, high = bootstrap(values) if len(values) > 1 else (math.nan, math.nan)
+    low, high = interval(bootstrap_means(values)) if len(values) > 1 else (math.nan, math.nan)
     return Estimate(float(np.mean(values)), low, high, len(values))
 
 

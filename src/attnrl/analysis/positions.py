@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from attnrl.algo.intervals import rank_correlation
 from attnrl.analysis.curves import clean
 from attnrl.analysis.forests import read_table
 
@@ -39,7 +40,7 @@ def fci_by_position(files: Sequence[Path]) -> dict[str, Any] | None:
             where = np.minimum((BINS * np.asarray(row["step_starts"]) / length).astype(int), BINS - 1)
             np.add.at(total, where, fci)
             np.add.at(count, where, 1)
-            ranks += [] if fci.std() == 0 else [_rank_correlation(fci)]
+            ranks += [] if fci.std() == 0 else [rank_correlation(fci, np.arange(len(fci)))]
     if not count.any() and not starts.any():
         return None
     centres = [clean((i + 0.5) / BINS) for i in range(BINS)]
@@ -50,10 +51,3 @@ def fci_by_position(files: Sequence[Path]) -> dict[str, Any] | None:
         "correlation": clean(float(np.mean(ranks))) if ranks else None,
         "trunks": len(ranks),
     }
-
-
-def _rank_correlation(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
-    """Spearman's correlation of values with their index; ties share their mean rank."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])

@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from attnrl.algo.intervals import RESAMPLES, bootstrap_means, interval
 from attnrl.data.benchmarks import BENCHMARKS
 from attnrl.data.files import iterate_rows
 from attnrl.errors import ConfigError, DataError
-from attnrl.evaluation.estimates import RESAMPLES, bootstrap_means, interval, problem_estimates, summarize
+from attnrl.evaluation.estimates import problem_estimates, summarize
 from attnrl.types import Attempt, Finish, Verdict, content_hash, counted
 
 PROBLEMS, RESPONSES, SETTINGS = "problems.parquet", "responses.jsonl", "settings.json"

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from attnrl.algo.intervals import RESAMPLES
 from attnrl.backend import Sampler, generate_by
 from attnrl.errors import ConfigError
-from attnrl.evaluation.estimates import RESAMPLES
 from attnrl.evaluation.log import Log, open_log
 from attnrl.evaluation.results import Report, Response
 from attnrl.types import Attempt, Grade, Ids, Prompt, Request, Sampling, content_hash, counted

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from attnrl.algo.intervals import rank_correlation
 from attnrl.algo.promises import points_by
 from attnrl.algo.reasons import declared_by, step_reasons
 from attnrl.analysis.score_page import HeadMap
@@ -237,8 +238,6 @@ def position_correlations(scored: Sequence[Scored], delta: int) -> tuple[float, 
     The last steps have score 0 by definition: nothing follows at distance delta. They are left out, and so are
     responses with fewer than three steps left.
     """
-    from attnrl.scoring import rank_correlation
-
     with_position, with_null = [], []
     for one in scored:
         count = len(one.steps) - delta

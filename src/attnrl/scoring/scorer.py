@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from attnrl.attention.decoder import check_head, lone_from, vocabulary_of
 from attnrl.attention.trie import bins_by_budget
@@ -198,19 +197,3 @@ def _timed(sums: Sums | None, clock: _Clock) -> Callable[..., None] | None:
             collect(q_THD, k_TKD, lse_HT, **shape)
 
     return collector
-
-
-def rank_correlation(a: NDArray[Any], b: NDArray[Any]) -> float:
-    """Spearman's rank correlation, ties by mean rank; nan where one side is constant.
-
-    >>> rank_correlation(np.array([1.0, 2.0, 3.0]), np.array([3.0, 2.0, 1.0]))
-    -1.0
-    """
-    ranks = []
-    for values in (np.asarray(a), np.asarray(b)):
-        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-        ends = np.cumsum(counts)
-        ranks.append(((ends - counts + ends + 1) / 2.0)[inverse])
-    x, y = (r - r.mean() for r in ranks)
-    scale = np.sqrt((x * x).sum() * (y * y).sum())
-    return float(np.round((x * y).sum() / scale, 12)) if scale > 0 else float("nan")
