@@ -7,9 +7,9 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from attnrl.algo.parts import bind, check_call, find
@@ -34,7 +34,7 @@ class Entry:
     runner: Runner
 
 
-class Rewards:
+class Rewards(AbstractContextManager["Rewards"]):
     """The weighted sum of some rewards. A context manager; workers start with the first attempt that needs one.
 
     A response cut off by the length limit earns 0 from every reward that does not declare to see such ones.
@@ -57,12 +57,7 @@ class Rewards:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._seen: defaultdict[str, list[float]] = defaultdict(list)
 
-    def __enter__(self) -> Rewards:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(wait=kind is None)
 
     def close(self, *, wait: bool = True) -> None:
