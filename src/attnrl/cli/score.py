@@ -97,11 +97,11 @@ def main(argv: list[str]) -> None:
     summary(Console(), flags.output, scored, metrics, config.algo.delta)
     if flags.html is not None:
         from attnrl.analysis.page import write_whole
-        from attnrl.launch.looking import score_page
+        from attnrl.analysis.score_page import build_score_page, response_page
 
-        first = scored[:maps]
-        names = [f"{flags.input.name}, row {number}" for number in numbers[: len(first)]]
-        print(f"page: {write_whole(score_page(model, first, names, config.algo.delta), flags.html)}")
+        rows_shown = zip(numbers, scored[:maps], strict=False)
+        pages = [response_page(f"{flags.input.name}, row {n}", s.text, s.steps, s.map) for n, s in rows_shown]
+        print(f"page: {write_whole(build_score_page(model, pages, config.algo.delta), flags.html)}")
 
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:

@@ -57,7 +57,7 @@ class Sampler:
     GiB on CPU, half the free memory on CUDA) would not hold them at full length. `paged`: keys and values in pages
     (default: on CUDA). With pages, `check_every` decode steps lie between two looks for finished rows (default 16 on
     CUDA, where a look waits for the device, 1 on CPU), and `cuda_graphs` replays them as graphs (default: on CUDA).
-    None of these changes what is drawn. Cache and graphs are kept between calls; `release()` frees them.
+    None of these changes what is drawn. Cache and graphs are kept between calls; `close()` frees them.
     """
 
     def __init__(
@@ -108,11 +108,7 @@ class Sampler:
         self.batch.rest()
 
     def close(self) -> None:
-        """The sampler is not used any more."""
-        self.release()
-
-    def release(self) -> None:
-        """Frees the cache and the graphs; the next call allocates them again."""
+        """Frees the cache and the graphs; a later call allocates them again."""
         self.batch.release()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, *, version: int) -> list[Rollout]:

@@ -49,14 +49,12 @@ class VllmSampler:
         stop_ids: Sequence[int],
         longest: int,
         rows: int | None = None,
-        memory: float = MEMORY,
         library: Any = None,
     ) -> None:
         self.model = model
         self.stop_ids = [int(stop) for stop in stop_ids]
         self.longest = longest
         self.rows = 1024 if rows is None else rows
-        self.memory = memory
         self.stats = SamplerStats()
         check_range(model, None if library is None else library.__version__)
         self._library = library
@@ -108,10 +106,6 @@ class VllmSampler:
         self._totals = dict.fromkeys(totals, 0.0)
         return totals
 
-    def release(self) -> None:
-        """Gives back device memory until the next call."""
-        self.rest()
-
     def close(self) -> None:
         """The sampler is not used any more."""
         self._drop()
@@ -152,7 +146,7 @@ class VllmSampler:
             dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."),
             max_model_len=self.longest,
             max_num_seqs=self.rows,
-            gpu_memory_utilization=self.memory,
+            gpu_memory_utilization=MEMORY,
             enable_prefix_caching=True,
             enable_sleep_mode=True,
             logprobs_mode="processed_logprobs",  # of the distribution drawn from: temperature and cuts included

@@ -25,7 +25,8 @@ from attnrl.local.examples import Example, Examples, Recipe, Source, lay_out
 from attnrl.local.models import (
     DTYPES,
     check_model_path,
-    load_model,
+    load_tokenizer,
+    load_weights,
     pick_device,
     pick_dtype,
     quiet,
@@ -307,7 +308,8 @@ def prepare_warmup(
     passes = options.microbatch_tokens or MICROBATCH_TOKENS[kind]
     options = options.model_copy(update={"batch_tokens": tokens, "microbatch_tokens": passes})
     if model is not None:
-        loaded, tokenizer = load_model(check_model_path(model), device=str(target), dtype=dtype)
+        path = check_model_path(model)
+        loaded, tokenizer = load_weights(path, device=str(target), dtype=dtype), load_tokenizer(path)
     else:
         from attnrl.data.task_tokenizer import task_tokenizer
 
