@@ -10,7 +10,7 @@ import numpy as np
 
 from attnrl.algo.intervals import rank_correlation
 from attnrl.analysis.curves import clean
-from attnrl.analysis.forests import read_table
+from attnrl.analysis.forests import read_rows
 
 BINS = 20
 COLUMNS = ("kind", "point", "step_starts", "fci", "tokens")
@@ -28,8 +28,7 @@ def fci_by_position(files: Sequence[Path]) -> dict[str, Any] | None:
     ranks: list[float] = []
     for file in chosen:
         length = 1
-        table = read_table(file, COLUMNS)
-        for row in table.select(COLUMNS).to_pylist():  # without ids, which may be millions
+        for row in read_rows(file, COLUMNS):
             if row["kind"] == "branch":
                 starts[min(int(BINS * row["point"] / length), BINS - 1)] += 1
                 continue
