@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import RayError
-from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
 from attnrl.backend import check_ids, check_requests
@@ -187,10 +187,8 @@ class VerlBackend:
                 f"engine.verl: nodes x gpus_per_node + server_gpus asks for {self.ranks + self.server_gpus} GPUs, the "
                 f"Ray cluster has {have}"
             )
-        spec = {"pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
-        pools = ResourcePoolManager(resource_pool_spec=spec, mapping={role: "pool"})
-        pools.create_resource_pool()
-        pool = pools.get_resource_pool(role)
+        machines = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
+        pool = RayResourcePool(process_on_nodes=machines, max_colocate_count=3, name_prefix="pool")
         made = RayClassWithInitArgs(cls=ray.remote(worker.Worker), config=config.actor_rollout_ref, role=role)
         self.workers = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name=config.trainer.device)
         hosts = self._look(run_dir)

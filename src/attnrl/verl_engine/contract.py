@@ -14,9 +14,7 @@ FROM, BELOW = (0, 9, 1), (0, 10)
 CONTRACT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("verl.trainer.constants_ppo:get_ppo_ray_runtime_env", ("config",)),
     ("verl.single_controller.base.decorator:register", ("dispatch_mode", "blocking")),
-    ("verl.single_controller.ray:ResourcePoolManager", ("resource_pool_spec", "mapping")),
-    ("verl.single_controller.ray:ResourcePoolManager.create_resource_pool", ()),
-    ("verl.single_controller.ray:ResourcePoolManager.get_resource_pool", ("role",)),
+    ("verl.single_controller.ray:RayResourcePool", ("process_on_nodes", "max_colocate_count", "name_prefix")),
     ("verl.single_controller.ray:RayClassWithInitArgs", ("cls", "args", "kwargs")),
     ("verl.single_controller.ray:RayWorkerGroup", ("resource_pool", "ray_cls_with_init", "kwargs")),
     ("verl.workers.rollout.llm_server:LLMServerManager", ("config", "worker_group", "rollout_resource_pool")),
