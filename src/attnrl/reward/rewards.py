@@ -128,7 +128,7 @@ class Rewards(AbstractContextManager["Rewards"]):
             self._sums[f"{name}_errors"] += len(errors)
             self._sums[f"seconds/reward_{entry.label}"] += seconds
             for error in errors:
-                self._sums[f"reward/error_{error_kind(error)}"] += 1
+                self._sums[f"reward/error_{error.partition(':')[0]}"] += 1
 
     @property
     def takes(self) -> set[str]:
@@ -144,15 +144,6 @@ class Rewards(AbstractContextManager["Rewards"]):
             sums, self._sums = dict(self._sums), defaultdict(float)
             seen, self._seen = dict(self._seen), defaultdict(list)
         return {**{name: sum(values) / len(values) for name, values in seen.items()}, **sums}
-
-
-def error_kind(error: str) -> str:
-    """The kind of an error: what stands before its message.
-
-    >>> error_kind("ValueError: no such column"), error_kind("empty_gold")
-    ('ValueError', 'empty_gold')
-    """
-    return error.partition(":")[0]
 
 
 def build_rewards(
