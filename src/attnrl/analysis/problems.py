@@ -59,7 +59,6 @@ def candidate_mean(trunk: Row) -> float:
 class Separation:
     """How well a score tells prompts without signal from the others."""
 
-    scope: str
     without: int  # prompts without signal
     others: int
     mean_without: float
@@ -87,7 +86,6 @@ def separation(cases: Sequence[Problem], scope: str) -> Separation | None:
     low, high = np.quantile(means[0] - means[1], [0.025, 0.975]) if min(len(a), len(b)) > 1 else (np.nan, np.nan)
     none = [not c.signal for c in kept]
     return Separation(
-        scope=scope,
         without=len(a),
         others=len(b),
         mean_without=float(np.mean(a)),

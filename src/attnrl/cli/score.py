@@ -110,15 +110,16 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
         forests = sorted((path / "forests").glob("*.parquet"))
         hint = f"the responses of this run are in files such as {forests[-1]}" if forests else "give a file in it"
         raise MissingFileError(f"--input {path} is a directory; {hint}")
-    rows = [row for row in read_file(path) if row.columns.get("kind") != "branch"]
-    if not rows:
-        raise DataError(f"{path}: no trunk in it")
-    return [(row.number, {**_response(row.columns), "where": row.where}) for row in rows]
-
-
-def _response(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as a response; a trunk of a forest file has its token ids."""
-    return {"problem": row["problem"], "response_ids": row["ids"]} if "kind" in row else row
+    found = []
+    for number, row in enumerate(read_file(path), start=1):
+        given, kind = row.columns, row.columns.get("kind")
+        if kind == "trunk":  # of a forest file, which has its token ids
+            given = {"problem": given["problem"], "response_ids": given["ids"]}
+        if kind != "branch":
+            found.append((number, {**given, "where": row.where}))
+    if not found:
+        raise DataError(f"{path}: no rows")
+    return found
 
 
 def to_table(rows: Iterable[dict[str, Any]], model: str) -> pa.Table:

@@ -30,10 +30,6 @@ class Row:
     where: str
     columns: dict[str, Any]
 
-    @property
-    def number(self) -> int:
-        return int(self.where.rpartition(":")[2])
-
 
 def iterate_rows(source: str | Path, split: str) -> Iterator[Row]:
     """The rows of a file, of every data file of a directory, or of a split of a hub data set, in order.

@@ -100,8 +100,7 @@ class LocalBackend:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of what sampler, scorer and device did since the last call of this; they start anew."""
-        metrics = {k: float(v) for k, v in self.scored.metrics().items() if not isinstance(v, str)}
-        metrics |= self.sampler.metrics()
+        metrics = self.scored.metrics() | self.sampler.metrics()
         self.scored = ScoreReport()
         if self.device.type == "cuda":
             metrics["device/peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
