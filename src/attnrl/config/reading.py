@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +15,7 @@ from pydantic.fields import FieldInfo
 from attnrl.config.base import MAY_CHANGE
 from attnrl.config.sections import Config, RewardConfig
 from attnrl.config.taken import keep_set, set_by_file
-from attnrl.errors import ConfigError, MissingFileError
+from attnrl.errors import ConfigError, MissingFileError, near
 
 
 def presets() -> dict[str, str]:
@@ -82,9 +81,8 @@ def _preset_text(name: str) -> str:
             raise ConfigError(f"{name}: not UTF-8 text ({error.reason})") from None
     file = resources.files("attnrl.presets") / f"{name}.toml"
     if not file.is_file():
-        near = difflib.get_close_matches(name, presets(), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"no preset {name!r}; {hint}`attnrl presets` lists them, a path must end in .toml")
+        hint = near(name, presets())
+        raise ConfigError(f"no preset {name!r}{hint}; `attnrl presets` lists them, a path must end in .toml")
     return file.read_text("utf-8")
 
 
@@ -126,21 +124,19 @@ def explain(error: ValidationError, where: str) -> str:
     for item in error.errors():
         key = ".".join(str(part + 1 if isinstance(part, int) else part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            near = _near(key, item["loc"])
-            hint = f"; did you mean {near[0]}?" if near else "; `attnrl config --help` lists the keys"
-            lines.append(f"unknown key {key}{hint}")
+            hint = near(key, _known(key, item["loc"])).replace("'", "")
+            lines.append(f"unknown key {key}{hint or '; `attnrl config --help` lists the keys'}")
         else:
             got = "" if isinstance(item["input"], dict | BaseModel) else f", got {item['input']!r}"
             lines.append(f"{key}: {_said(item)}{got}")
     return f"{where}: " + "\n  ".join(lines)
 
 
-def _near(key: str, place: tuple[int | str, ...]) -> list[str]:
-    """The known key that a wrong one is near to, if any; in a table of the list [[reward]] by its own name alone."""
-    table, _, name = key.rpartition(".")
+def _known(key: str, place: tuple[int | str, ...]) -> Iterable[str]:
+    """The keys that a wrong one may stand for; in a table of the list [[reward]] those of such a table."""
     if len(place) == 3 and place[0] == "reward":
-        return [f"{table}.{found}" for found in difflib.get_close_matches(name, RewardConfig.model_fields, n=1)]
-    return difflib.get_close_matches(key, keys(), n=1)
+        return [f"{key.rpartition('.')[0]}.{name}" for name in RewardConfig.model_fields]
+    return keys()
 
 
 def _said(item: Any) -> str:

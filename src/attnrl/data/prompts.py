@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnrl.algo.parts import listed, near
 from attnrl.data.records import Record
-from attnrl.errors import ConfigError, DataError
+from attnrl.errors import ConfigError, DataError, listed, near
 from attnrl.types import Prompt, as_ids, content_hash, counted
 
 _CHUNK = 512  # prompts tokenized at once
