@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -124,7 +124,7 @@ def explain(error: ValidationError, where: str) -> str:
     for item in error.errors():
         key = ".".join(str(part + 1 if isinstance(part, int) else part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            hint = near(key, _known(key, item["loc"])).replace("'", "")
+            hint = _hint(key, item["loc"])
             lines.append(f"unknown key {key}{hint or '; `attnrl config --help` lists the keys'}")
         else:
             got = "" if isinstance(item["input"], dict | BaseModel) else f", got {item['input']!r}"
@@ -132,11 +132,12 @@ def explain(error: ValidationError, where: str) -> str:
     return f"{where}: " + "\n  ".join(lines)
 
 
-def _known(key: str, place: tuple[int | str, ...]) -> Iterable[str]:
-    """The keys that a wrong one may stand for; in a table of the list [[reward]] those of such a table."""
+def _hint(key: str, place: tuple[int | str, ...]) -> str:
+    """At the known key that a wrong one is near to; in a table of the list [[reward]] by its own name alone."""
+    table, _, name = key.rpartition(".")
     if len(place) == 3 and place[0] == "reward":
-        return [f"{key.rpartition('.')[0]}.{name}" for name in RewardConfig.model_fields]
-    return keys()
+        return near(name, RewardConfig.model_fields).replace(" '", f" {table}.").replace("'", "")
+    return near(key, keys()).replace("'", "")
 
 
 def _said(item: Any) -> str:
