@@ -187,7 +187,7 @@ class Bench:
             line |= {"fused": stats.fused, "graph": stats.cuda_graph, "shape": str(sampler.batch._state.shape)}  # type: ignore[attr-defined]
             out.append(line)
             print(line, flush=True)
-            sampler.release()
+            sampler.close()
             self.free()
         return out
 
@@ -208,7 +208,7 @@ class Bench:
                 if e.self_device_time_total > 0
             ]
             tables[f"{rows}x{context}, 32 steps and the prefill"] = sorted(table, key=lambda row: -row[2])[:32]
-            sampler.release()
+            sampler.close()
             self.free()
         return tables
 
@@ -276,7 +276,7 @@ class Bench:
                 round(stats.prefill_seconds, 2),
                 flush=True,
             )
-            sampler.release()
+            sampler.close()
             self.free()
         return out
 
@@ -287,7 +287,7 @@ class Bench:
         for context, shared in ((64, 0), (640, 600)):
             rows = contexts(10, context, shared, model.config.vocab_size, self.rng)
             sampler.generate([Request(row, 20, i) for i, row in enumerate(rows)], Sampling(), version=0)
-        sampler.release()
+        sampler.close()
 
     def mixed(self) -> dict[str, Any]:
         """Lengths drawn like long-tailed responses, scaled so that the longest reach the limit."""
@@ -301,7 +301,7 @@ class Bench:
             requests = [Request(row, int(n), i) for i, (row, n) in enumerate(zip(rows, lengths, strict=False))]
             sampler.generate(requests, Sampling(), version=0)
             report[name] = sampler.stats.as_dict()
-            sampler.release()
+            sampler.close()
             self.free()
         report["speed_ratio"] = report["mixed"]["tokens_per_second"] / report["equal"]["tokens_per_second"]
         report["pages_over_tokens"] = report["mixed"]["cache_peak_bytes"] / report["mixed"]["cache_live_bytes"]

@@ -153,18 +153,18 @@ def test_ctrl_c_leaves_a_state_that_goes_on(tmp_path):
 
 
 def test_a_run_is_evaluated_by_its_own_settings_and_kept(run_dir, tmp_path):
-    report = attnrl.evaluate(run_dir, output=tmp_path / "results", progress=False)
+    report = attnrl.evaluate(run_dir, output=tmp_path / "results")
     kept = (tmp_path / "results" / "responses.jsonl").read_text().splitlines()
     assert len(kept) == 12  # evaluation.tasks = 6, samples = 2, from the run's config
     metrics = report.metrics()
     share = sum('"right": true' in line for line in kept) / 12
     assert metrics["eval/tasks/pass@1"] == pytest.approx(share)
-    again = attnrl.evaluate(str(run_dir), output=tmp_path / "results", progress=False)
+    again = attnrl.evaluate(str(run_dir), output=tmp_path / "results")
     assert again.metrics() == metrics
     assert len((tmp_path / "results" / "responses.jsonl").read_text().splitlines()) == 12
     held = {p: p.stat().st_mtime_ns for p in run_dir.rglob("*")}
     with pytest.raises(ConfigError, match=r"is a run directory; name another, for example .*results"):
-        attnrl.evaluate(run_dir, output=run_dir, progress=False)
+        attnrl.evaluate(run_dir, output=run_dir)
     assert {p: p.stat().st_mtime_ns for p in run_dir.rglob("*")} == held
     with pytest.raises(ConfigError, match="not both"):
         attnrl.evaluate("demo", config=attnrl.load_config("demo"), overrides={"evaluation.tasks": 2})

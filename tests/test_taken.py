@@ -273,7 +273,7 @@ def test_what_a_command_takes_it_does_not_refuse(
 def test_a_whole_config_of_one_s_own_may_hold_more_than_an_evaluation_takes(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('base = "demo"\nupdate.lr = 3e-4\nrun.iterations = 7\nevaluation.tasks = 2\n')
-    report = attnrl.evaluate("demo", config=load_config(str(file)), progress=False)
+    report = attnrl.evaluate("demo", config=load_config(str(file)))
     assert len(report.metrics()) > 0
     with pytest.raises(ConfigError, match=r"update[.]lr = 0[.]1 is set, but nothing takes it: an evaluation takes "):
         attnrl.evaluate("demo", overrides={"update": {"lr": 0.1}})

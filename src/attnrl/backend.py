@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
-from attnrl.errors import TrainingError
+from attnrl.errors import ConfigError, DataError, TrainingError
 from attnrl.types import (
     Request,
     Rollout,
@@ -72,6 +73,36 @@ class Overlapping(Protocol):
         that is called, `begin`, `score` and `update` may be: the draws stay those of the policy at the start.
         """
         ...
+
+
+def check_ids(rows: Sequence[NDArray[Any]], vocabulary: int, name: str) -> None:
+    """For engines. Raise where a row is empty or holds a token id outside the model's vocabulary; that would end a
+    process on a GPU, and leave other ranks of a cluster waiting.
+    """
+    for index, row in enumerate(rows):
+        if not len(row):
+            raise DataError(f"{name} {index}: no token")
+        if len(wrong := row[(row < 0) | (row >= vocabulary)]):
+            known = f"the model's vocabulary of {vocabulary} tokens"
+            raise DataError(f"{name} {index}: token id {wrong[0]} is outside {known}")
+
+
+def check_requests(requests: Sequence[Request], vocabulary: int, limits: Mapping[str, int | None]) -> None:
+    """For engines. Raise on the first request that cannot be drawn from; `limits` are those of context and response
+    together, by what is said of one that is exceeded.
+    """
+    for index, request in enumerate(requests):
+        length, most = len(request.context), request.max_tokens
+        if most < 1:
+            raise ConfigError(f"request {index}: max_tokens = {most}: must be at least 1")
+        if length == 0:
+            raise DataError(f"request {index}: empty context: give it at least one token, such as the start token")
+        for what, limit in limits.items():
+            if limit is not None and length + most > limit:
+                raise ConfigError(
+                    f"request {index}: {length} context tokens and max_tokens = {most} exceed {what.format(limit)}"
+                )
+    check_ids([request.context for request in requests], vocabulary, "request")
 
 
 def generate_by(backend: Sampler, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:

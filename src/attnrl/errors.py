@@ -1,6 +1,9 @@
-"""The errors users meet. Each is also a stdlib error, so callers need not know ours."""
+"""The errors users meet. Each is also a stdlib error, so callers need not know ours. And hints at names they know."""
 
 from __future__ import annotations
+
+import difflib
+from typing import Any
 
 
 class AttnRLError(Exception):
@@ -33,3 +36,17 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.number = number
+
+
+def near(name: str, known: Any) -> str:
+    """A hint at the nearest known name, empty where none is near.
+
+    >>> near("fcy", ["fci", "entropy"])
+    "; did you mean 'fci'?"
+    """
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def listed(names: Any) -> str:
+    return ", ".join(names) or "none"

@@ -325,31 +325,16 @@ def forest_table(
 
 
 FOREST_SCHEMA = pa.schema(
-    [
-        ("iteration", pa.int32()),
-        ("uid", pa.string()),
-        ("problem", pa.string()),
-        ("answers", pa.list_(pa.string())),
-        ("tree", pa.int32()),
-        ("kind", pa.string()),
-        ("point", pa.int32()),
-        ("text", pa.string()),
-        ("ids", pa.list_(pa.int32())),
-        ("logprobs", pa.list_(pa.float32())),
-        ("finish", pa.string()),
-        ("version", pa.int32()),
-        ("reward", pa.float32()),
-        ("rule", pa.string()),
-        ("answer", pa.string()),
-        ("step_starts", pa.list_(pa.int32())),
-        ("step_texts", pa.list_(pa.string())),
-        ("fci", pa.list_(pa.float32())),
-        ("entropy", pa.list_(pa.float32())),
-        ("tokens", pa.int32()),
-        ("right", pa.bool_()),
-        ("reason", pa.string()),
-        ("prompt_reason", pa.string()),
-    ]
+    {
+        **dict.fromkeys(("iteration", "tree", "point", "tokens", "version"), pa.int32()),
+        **dict.fromkeys(("uid", "kind", "problem", "text", "finish", "rule", "answer"), pa.string()),
+        "reward": pa.float32(),
+        "right": pa.bool_(),
+        **dict.fromkeys(("reason", "prompt_reason"), pa.string()),
+        **dict.fromkeys(("answers", "step_texts"), pa.list_(pa.string())),
+        **dict.fromkeys(("ids", "step_starts"), pa.list_(pa.int32())),
+        **dict.fromkeys(("logprobs", "fci", "entropy"), pa.list_(pa.float32())),
+    }
 )
 
 

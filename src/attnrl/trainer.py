@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from attnrl.algo.parts import listed, near
 from attnrl.config import RunConfig
-from attnrl.errors import ConfigError, Interrupted
+from attnrl.errors import ConfigError, Interrupted, listed, near
 from attnrl.iteration import Parts, first_state
 from attnrl.run import Run
 from attnrl.schedules import Schedule, outcome_by

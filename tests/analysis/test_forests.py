@@ -238,14 +238,6 @@ def test_the_index_says_what_the_rows_say(tmp_path: Path, make_run: Callable[...
         assert "logprobs" not in read[0]
 
 
-def test_the_index_of_a_file_without_the_new_columns(tmp_path: Path, make_run: Callable[..., Path]) -> None:
-    file = read_run(make_run(tmp_path / "run", iterations=1)).forest_files[0]
-    now = [entry.row() for entry in index_file(file)]
-    pq.write_table(pq.read_table(file).drop_columns(["tokens", "right", "reason", "prompt_reason"]), file)
-    assert [entry.row() for entry in index_file(file)] == now
-    assert forest_page(read_entry(index_file(file)[0]), record())["recorded"] is False
-
-
 def test_picks_of_each_iteration(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     record = read_run(make_run(tmp_path / "run", iterations=4))
     entries = [e for file in (record.forest_files[0], record.forest_files[-1]) for e in index_file(file)]

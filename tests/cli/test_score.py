@@ -122,7 +122,7 @@ def test_one_row_per_step(model_path: Path, tmp_path: Path, capsys: pytest.Captu
         ({"prompt": "a", "response": 3}, "in.jsonl:2: field 'response' must be text"),
         ({"prompt": "a", "response_ids": [1.5]}, "in.jsonl:2: field 'response_ids' must be a list of token ids"),
         ({"prompt": "a", "response_ids": [4, 5000]}, "in.jsonl:2: response token 5000 is outside"),
-        ([1], "in.jsonl:2: not a JSON object but list"),
+        ([1], "in.jsonl:2: a row must be an object with named columns, not list"),
     ],
 )
 def test_a_bad_line_is_named(

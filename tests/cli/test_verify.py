@@ -91,8 +91,8 @@ def test_the_output_stands_beside_the_input_by_default(tmp_path: Path) -> None:
         ('{"gold": "x"}', "bad.jsonl:2: field 'response' is missing"),
         ('{"response": 3, "gold": "x"}', "bad.jsonl:2: field 'response' must be text, not int"),
         ('{"response": "x", "gold": [{}]}', "bad.jsonl:2: field 'gold' must be text, a number, or a list of them"),
-        ("[1, 2]", "bad.jsonl:2: not a JSON object but list"),
-        ("{nonsense", "bad.jsonl:2: not a JSON object"),
+        ("[1, 2]", "bad.jsonl:2: a row must be an object with named columns, not list"),
+        ("{nonsense", "bad.jsonl:2 (line 2): not JSON"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
@@ -107,9 +107,9 @@ def test_files_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run(["verify", str(tmp_path / "none.jsonl")]) == 2
     (tmp_path / "empty.jsonl").write_text("\n")
     assert run(["verify", str(tmp_path / "empty.jsonl")]) == 2
-    (tmp_path / "plain.jsonl.gz").write_text("{}")
-    assert run(["verify", str(tmp_path / "plain.jsonl.gz")]) == 2
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b"{}\n")[:-6])
+    assert run(["verify", str(tmp_path / "torn.jsonl.gz")]) == 2
     said = capsys.readouterr().err
     assert "no such file" in said
     assert "empty.jsonl: no rows" in said
-    assert "not a readable gzip file" in said
+    assert "broken gzip file" in said

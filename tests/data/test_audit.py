@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnrl.config import load_config
 from attnrl.data.audit import clean, contamination, decontaminate, duplicates, leaks, problem_key
-from attnrl.data.benchmarks import SIX, load_benchmark
+from attnrl.data.benchmarks import load_benchmark
 from attnrl.data.records import Record, Records, load_records
 
 
@@ -124,7 +125,7 @@ def deepscaler(data_dir) -> Records:
 
 @pytest.fixture(scope="module")
 def benchmarks(data_dir) -> list[Record]:
-    return [record for name in SIX for record in load_benchmark(name, data_dir)]
+    return [record for name in load_config("").evaluation.benchmarks for record in load_benchmark(name, data_dir)]
 
 
 def test_deepscaler_duplicates(deepscaler):

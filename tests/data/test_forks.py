@@ -114,9 +114,9 @@ def test_style_words_open_the_steps_and_mean_nothing():
 def test_the_tokenizer_loses_nothing():
     tokenizer = task_tokenizer(SPEC)
     for task in make_tasks(SPEC, "test", 50):
-        ids = tokenizer(task.prompt + task.solution, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(task.problem + "\n" + task.solution, add_special_tokens=False)["input_ids"]
         assert tokenizer.unk_token_id not in ids
-        assert tokenizer.decode(ids) == task.prompt + task.solution
+        assert tokenizer.decode(ids) == task.problem + "\n" + task.solution
 
 
 def test_records_carry_the_decisive_step_and_tasks_without_forks_are_what_they_were():

@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from attnrl.data.prompts import TEMPLATE, render_benchmark, render_prompts
+from attnrl.config import load_config
+from attnrl.data.prompts import render_benchmark, render_prompts
 from attnrl.data.records import Record, load_records
 from attnrl.errors import ConfigError, DataError
 from attnrl.types import content_hash
@@ -63,8 +64,6 @@ def test_chat_template_has_one_bos_and_opens_the_response():
     tokenizer = words_tokenizer(CHAT)
     prompts, _ = render_prompts([record("one")], tokenizer, template="{problem} two", max_prompt_tokens=9)
     assert words(prompts[0]) == ["<s>", "user:", "one", "two", "bot:"]
-    bare, _ = render_prompts([record("one")], tokenizer, template="{problem} two", max_prompt_tokens=9, chat=False)
-    assert words(bare[0]) == ["<s>", "one", "two"]
     system, _ = render_prompts([record("one")], tokenizer, template="{problem}", max_prompt_tokens=9, system="be brief")
     assert words(system[0]) == ["<s>", "sys:", "be", "brief", "user:", "one", "bot:"]
 
@@ -163,7 +162,9 @@ def test_options_reach_the_chat_template():
     with pytest.raises(ConfigError, match="chat_options: messages is set already"):
         render(chat_options={"messages": []})
     with pytest.raises(ConfigError, match="no chat template that could read them"):
-        render(chat_options={"brief": True}, chat=False)
+        render_prompts(
+            [record("one")], words_tokenizer(), template="{problem}", max_prompt_tokens=9, chat_options={"brief": True}
+        )
     strict = words_tokenizer("{{ raise_exception('no system role') }}")
     with pytest.raises(ConfigError, match="chat template refuses a prompt: no system role"):
         render_prompts([record("one")], strict, template="{problem}", max_prompt_tokens=9)
@@ -193,10 +194,10 @@ def test_mistakes():
     one = [record("one")]
     with pytest.raises(ConfigError, match=r"template: 'solve it' has no \{problem\}"):
         render_prompts(one, words_tokenizer(), template="solve it", max_prompt_tokens=3)
-    with pytest.raises(ConfigError, match="no chat template"):
-        render_prompts(one, words_tokenizer(), max_prompt_tokens=3, chat=True)
+    with pytest.raises(ConfigError, match="max_prompt_tokens: 0 is below 1"):
+        render_prompts(one, words_tokenizer(), template="{problem}", max_prompt_tokens=0)
     with pytest.raises(ConfigError, match="system"):
-        render_prompts(one, words_tokenizer(), max_prompt_tokens=3, system="be brief")
+        render_prompts(one, words_tokenizer(), template="{problem}", max_prompt_tokens=3, system="be brief")
     with pytest.raises(DataError, match=r"none of 1 prompts has at most 1 tokens, the shortest has 2"):
         render_prompts(one, words_tokenizer(), template="{problem}", max_prompt_tokens=1)
 
@@ -207,7 +208,8 @@ def test_real_tokenizer_and_data():
     root = Path(os.environ["ATTNRL_DATA"])
     tokenizer = AutoTokenizer.from_pretrained(root / "tokenizers/ds_r1_distill_qwen")
     rows = list(load_records(root / "train/deepscaler_train.parquet"))[:2000]
-    prompts, dropped = render_prompts(rows, tokenizer, max_prompt_tokens=256)
+    template = load_config("").data.template
+    prompts, dropped = render_prompts(rows, tokenizer, template=template, max_prompt_tokens=256)
     assert len(prompts) + len(dropped) == 2000
     assert len(dropped.overlong) > 0
     assert len({p.uid for p in prompts}) == len(prompts)
@@ -222,5 +224,5 @@ def test_real_tokenizer_and_data():
     assert text.count("Let's think step by step") == 1
     assert (
         text
-        == f"{tokenizer.bos_token}<｜User｜>{TEMPLATE.replace('{problem}', rows[0].problem)}<｜Assistant｜><think>\n"
+        == f"{tokenizer.bos_token}<｜User｜>{template.replace('{problem}', rows[0].problem)}<｜Assistant｜><think>\n"
     )

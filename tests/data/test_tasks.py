@@ -14,7 +14,7 @@ from attnrl import cli
 from attnrl.config import TaskConfig, load_config
 from attnrl.data.prompts import render_prompts
 from attnrl.data.task_tokenizer import task_tokenizer, vocabulary
-from attnrl.data.tasks import Task, as_records, make_task, make_tasks, task_stream
+from attnrl.data.tasks import Task, as_records, make_task, make_tasks
 from attnrl.errors import ConfigError
 from attnrl.verify import Verifier
 
@@ -195,7 +195,6 @@ def test_ordinary_tasks_of_two_seeds_are_disjoint_too() -> None:
 def test_a_task_depends_on_spec_split_seed_and_index_alone() -> None:
     spec = TaskConfig()
     first = make_task(spec, "train", 7, seed=3)
-    assert next(task_stream(TaskConfig(), "train", seed=3, start=7)) == first
     others = [
         make_task(spec, "train", 8, seed=3),
         make_task(spec, "train", 7, seed=4),
@@ -236,10 +235,10 @@ def test_response_lengths_span_what_experiments_need() -> None:
 def test_tokens_lose_nothing_and_meet_at_the_prompt_boundary(index: int, name: str, split: str) -> None:
     tokenizer = TOKENIZERS[name]
     task = make_task(SPECS[name], split, index)
-    prompt, solution = tokenizer(task.prompt)["input_ids"], tokenizer(task.solution)["input_ids"]
-    whole = tokenizer(task.prompt + task.solution)["input_ids"]
+    prompt, solution = tokenizer(task.problem + "\n")["input_ids"], tokenizer(task.solution)["input_ids"]
+    whole = tokenizer(task.problem + "\n" + task.solution)["input_ids"]
     assert prompt + solution == whole
-    assert tokenizer.decode(whole) == task.prompt + task.solution
+    assert tokenizer.decode(whole) == task.problem + "\n" + task.solution
     assert tokenizer.unk_token_id not in whole
     texts = [tokenizer.decode([i]) for i in solution]
     assert "".join(texts) == task.solution
@@ -283,9 +282,9 @@ def test_a_qwen2_directory_needs_the_plain_class(tmp_path) -> None:
 def check_loaded(loaded) -> None:
     for index in range(20):
         task = make_task(TaskConfig(), "test", index)
-        ids = TOKENIZERS["default"](task.prompt + task.solution)["input_ids"]
-        assert loaded(task.prompt + task.solution)["input_ids"] == ids
-        assert loaded.decode(ids) == task.prompt + task.solution
+        ids = TOKENIZERS["default"](task.problem + "\n" + task.solution)["input_ids"]
+        assert loaded(task.problem + "\n" + task.solution)["input_ids"] == ids
+        assert loaded.decode(ids) == task.problem + "\n" + task.solution
     assert (loaded.pad_token_id, loaded.eos_token_id, loaded.bos_token_id) == (0, 1, 2)
     assert loaded.decode([1, 0], skip_special_tokens=True) == ""
 
@@ -297,7 +296,7 @@ def test_tasks_take_the_prompt_path_of_any_data_set() -> None:
     prompts, dropped = render_prompts(records, tokenizer, template="{problem}", max_prompt_tokens=400)
     assert not dropped
     for prompt, task in zip(prompts, tasks, strict=True):
-        assert tokenizer.decode(prompt.ids) == task.prompt
+        assert tokenizer.decode(prompt.ids) == task.problem + "\n"
         assert prompt.answers == (task.answer,)
 
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnrl.algo.intervals import bootstrap_means, interval
 from attnrl.errors import ConfigError
-from attnrl.evaluation import bootstrap_means, interval, pass_at_k, summarize
+from attnrl.evaluation import pass_at_k, summarize
 
 
 @pytest.mark.parametrize("n", range(1, 9))

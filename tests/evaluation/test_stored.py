@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from attnrl import cli
-from attnrl.data.benchmarks import SIX, load_benchmark
+from attnrl.config import load_config
+from attnrl.data.benchmarks import load_benchmark
 from attnrl.data.records import Record
 from attnrl.errors import DataError
 from attnrl.evaluation import grade_stored
@@ -135,7 +136,7 @@ def test_golds_of_the_six_benchmarks_are_graded_as_right(tmp_path) -> None:
         pytest.skip("set ATTNRL_DATA to the directory with the benchmark files")
     rows = [
         {"benchmark": name, "row": row, "response": rf"</think> \boxed{{{record.answers[0]}}}"}
-        for name in SIX
+        for name in load_config("").evaluation.benchmarks
         for row, record in enumerate(load_benchmark(name, data), start=1)
     ]
     file = write(tmp_path / "golds.jsonl", rows)
@@ -143,7 +144,9 @@ def test_golds_of_the_six_benchmarks_are_graded_as_right(tmp_path) -> None:
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     problems = {name: table["problems"] for name, table in results["benchmarks"].items()}
     assert problems == {"aime24": 30, "aime25": 30, "amc23": 40, "math500": 500, "minerva": 272, "olympiad": 674}
-    assert {name: table["pass@1"] for name, table in results["benchmarks"].items()} == dict.fromkeys(SIX, 1.0)
+    assert {name: table["pass@1"] for name, table in results["benchmarks"].items()} == dict.fromkeys(
+        load_config("").evaluation.benchmarks, 1.0
+    )
     assert results["average"]["pass@1"] == 1.0
     assert results["benchmarks"]["amc23"]["mean_tokens"] is None  # the file does not say
     assert results["benchmarks"]["amc23"]["truncated"] is None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from attnrl.errors import MissingFileError
-from attnrl.local.models import load_model, load_tokenizer
+from attnrl.local.models import load_tokenizer
 
 DEMO = Path(str(resources.files("attnrl"))) / "assets" / "demo_model"
 
@@ -22,9 +22,8 @@ def test_a_model_directory_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     for file in DEMO.iterdir():
         if not file.name.startswith(("tokenizer", "special", "chat")):
             shutil.copy(file, tmp_path)
-    for load in (load_tokenizer, lambda path: load_model(path, device="cpu")):
-        with pytest.raises(MissingFileError, match="holds a model but no tokenizer"):
-            load(tmp_path)
+    with pytest.raises(MissingFileError, match="holds a model but no tokenizer"):
+        load_tokenizer(tmp_path)
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
     shutil.copy(DEMO / "tokenizer_config.json", tmp_path)
     assert len(load_tokenizer(tmp_path)) == len(load_tokenizer(DEMO))
@@ -32,7 +31,7 @@ def test_a_model_directory_without_a_tokenizer_says_so(tmp_path: Path) -> None:
 
 def test_a_hub_model_that_cannot_be_had_is_said_at_once(tmp_path: Path) -> None:
     # in a process of its own: huggingface_hub reads its address once; nothing listens there
-    script = "from attnrl.local.models import load_model; load_model('people/model', device='cpu')"
+    script = "from attnrl.local.models import load_weights; load_weights('people/model', device='cpu')"
     with socket.socket() as refusing:
         refusing.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{refusing.getsockname()[1]}"

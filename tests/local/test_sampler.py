@@ -187,7 +187,7 @@ def test_the_cache_grows_with_the_rows_and_is_kept_between_calls(qwen2: Any) -> 
     )  # rows, positions, layers, heads, key and value, float32
     [again] = sampler.generate([request], Sampling(), version=1)
     assert again.ids.tolist() == rollout.ids.tolist()
-    sampler.release()
+    sampler.close()
     [after] = sampler.generate([Request(request.context, 3, 1)], Sampling(), version=1)
     assert after.ids.tolist() == rollout.ids[:3].tolist()
     assert sampler.stats.cache_bytes < held

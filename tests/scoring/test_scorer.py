@@ -10,9 +10,10 @@ from fci_oracle import longrope_model, of_family, random_case, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnrl.algo.intervals import rank_correlation
 from attnrl.attention.trie import bins_by_budget
 from attnrl.errors import ConfigError, DataError
-from attnrl.scoring import ScoreReport, fci, rank_correlation, score
+from attnrl.scoring import ScoreReport, fci, score
 from attnrl.scoring.entropy import stats_of
 from attnrl.types import ScoreRequest, Scores, Step, as_ids
 

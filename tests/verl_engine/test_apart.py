@@ -13,6 +13,7 @@ import pytest
 if importlib.util.find_spec("verl") is None:
     pytest.skip("needs verl: make test-verl", allow_module_level=True)
 
+import psutil
 import ray
 import tiny
 from test_engine import SCORING, config_of, requests, samples_of, scored
@@ -22,7 +23,7 @@ from attnrl.config import Config
 from attnrl.errors import ConfigError, MissingExtraError, TrainingError
 from attnrl.types import Rollout, Sampling, Scores
 from attnrl.verl_engine import build, settings
-from attnrl.verl_engine.session import children, family
+from attnrl.verl_engine.session import family
 from processes import LIMIT, wait_until
 
 
@@ -131,7 +132,7 @@ def test_weights_do_not_change_under_what_was_begun(engine):
 
 def test_a_server_that_dies_while_ranks_update_ends_the_engine_with_its_cause(engine):
     """It is stopped before it is asked, so that no answer can come; the update is made, the wait is not forever."""
-    processes = family(children(os.getpid()))
+    processes = family(psutil.Process().children())
     asked = requests(seed=11)
     samples = samples_of(asked, engine.generate(asked, Sampling()))
     server = ray.get(engine.servers.handles[0].__ray_call__.remote(lambda _: os.getpid()))
@@ -144,4 +145,4 @@ def test_a_server_that_dies_while_ranks_update_ends_the_engine_with_its_cause(en
         wait()
     assert engine.closed
     assert len(processes) > 5
-    assert wait_until(lambda: not family(processes) - family(children(os.getpid())))
+    assert wait_until(lambda: not family(processes) - family(psutil.Process().children()))

@@ -6,7 +6,6 @@ Two ranks, gradient checkpointing on, and a token budget so small that ranks get
 from __future__ import annotations
 
 import importlib.util
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 if importlib.util.find_spec("verl") is None:
     pytest.skip("needs verl: make test-verl", allow_module_level=True)
 
+import psutil
 import ray
 import tiny
 import torch
@@ -28,7 +28,7 @@ from attnrl.errors import ConfigError, DataError, MissingFileError, TrainingErro
 from attnrl.local.learner import Learner
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scoring, Step, as_floats, as_ids
 from attnrl.verl_engine import build
-from attnrl.verl_engine.session import children, family
+from attnrl.verl_engine.session import family
 from attnrl.verl_engine.worker import score
 
 RANKS = 2
@@ -235,11 +235,11 @@ def test_draws_do_not_depend_on_routing_and_branches_are_cached(engine):
 def test_bad_input_is_named_before_anything_runs(engine):
     with pytest.raises(ConfigError, match="exceed the servers' 464"):
         engine.generate([Request(as_ids([5] * 430), 40, 0, "a/0")], Sampling())
-    with pytest.raises(DataError, match="outside the vocabulary of 256"):
+    with pytest.raises(DataError, match="outside the model's vocabulary of 256"):
         engine.generate([Request(as_ids([5, 999]), 4, 0, "a/0")], Sampling())
     with pytest.raises(DataError, match=r"step \(0, 9\)"):
         engine.score([ScoreRequest(as_ids([5]), as_ids([6]), (Step(0, 9),))], SCORING)
-    with pytest.raises(DataError, match="outside the vocabulary"):
+    with pytest.raises(DataError, match="response of sample 0: token id 999 is outside the model's vocabulary"):
         engine.update([Sample(as_ids([5]), as_ids([999]), as_floats([1]), as_floats([-1]), "q")])
     assert len(engine.generate(requests(1, 1), Sampling())) == 1
 
@@ -275,7 +275,7 @@ def test_ranks_past_the_limit_print_where_they_stand(engine):
 
 def test_an_error_on_one_rank_ends_the_engine_with_its_cause(engine):
     """Rank 0 waits in a collective for rank 1, which has failed: nothing may hang, nothing may stay behind."""
-    processes = family(children(os.getpid()))
+    processes = family(psutil.Process().children())
     good = ScoreRequest(as_ids([5]), as_ids([6]), (Step(0, 1),))
     bad = ScoreRequest(as_ids([5]), as_ids([999]), (Step(0, 1),))
     start = time.monotonic()
@@ -284,4 +284,4 @@ def test_an_error_on_one_rank_ends_the_engine_with_its_cause(engine):
     assert time.monotonic() - start < 120
     assert engine.closed
     assert len(processes) > 5
-    assert not family(processes) - family(children(os.getpid()))
+    assert not family(processes) - family(psutil.Process().children())

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ if importlib.util.find_spec("verl") is None:
     pytest.skip("needs verl: make test-verl", allow_module_level=True)
 
 import tiny
+from psutil import NoSuchProcess, Process
 
-from attnrl.verl_engine.session import SHM, Process, family, segments, table
+from attnrl.verl_engine.session import SHM, family, segments
 
 OF_TIME = (
     "seconds/",
@@ -58,19 +60,16 @@ def metrics(run: Path) -> list[dict[str, float]]:
 
 
 def started_by(driver: int) -> set[Process]:
-    return family({(driver, table()[driver][1])}) - {(driver, table()[driver][1])}
+    return family([Process(driver)]) - {Process(driver)}
 
 
 def titled(processes: set[Process], title: str) -> list[int]:
     """Processes whose title contains the words, lowest pid first."""
     found = []
-    for pid, _ in processes:
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if title in words:
-            found.append(pid)
+    for process in processes:
+        with suppress(NoSuchProcess):
+            if title in " ".join(process.cmdline()):
+                found.append(process.pid)
     return sorted(found)
 
 

@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from psutil import Process
 
 from attnrl.errors import TrainingError
-from attnrl.verl_engine.session import children, family
+from attnrl.verl_engine.session import family
 from attnrl.verl_engine.watch import Watch
 
 
@@ -70,7 +71,7 @@ def test_what_a_run_started_goes_and_nothing_else(how):
     assert driver.stdout is not None
     other, worker, session, name = driver.stdout.readline().split()
     segment = Path("/dev/shm", name)
-    started = {p for p in family(children(os.getpid())) if p[0] in (int(other), int(worker), int(session))}
+    started = {p for p in family(Process().children()) if p.pid in (int(other), int(worker), int(session))}
     try:
         assert len(started) == 3
         if how == "kill":
@@ -79,9 +80,9 @@ def test_what_a_run_started_goes_and_nothing_else(how):
         else:
             assert driver.stdout.readline() == "closed\n"
         until = time.monotonic() + 40
-        while {p[0] for p in family(started)} != {int(other)} and time.monotonic() < until:
+        while {p.pid for p in family(started)} != {int(other)} and time.monotonic() < until:
             time.sleep(0.2)
-        assert {p[0] for p in family(started)} == {int(other)}
+        assert {p.pid for p in family(started)} == {int(other)}
         assert not segment.exists()
     finally:
         driver.kill()

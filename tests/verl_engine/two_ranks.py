@@ -11,6 +11,7 @@ fresh    a checkpoint before any update, and the checkpoint again
 """
 
 import json
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -131,7 +132,8 @@ def main() -> None:
     works |= {w.__name__: lambda w=w: w(model, folder) for w in (train, resume, fresh)}
     name = f"{work}-{dist.get_world_size()}-{dist.get_rank()}.json"
     Path(folder, name).write_text(json.dumps(works[work]()))
-    dist.destroy_process_group()
+    dist.barrier()  # nobody leaves while another is still at work
+    os._exit(0)  # on the interpreter's way out, a thread of gloo's may still abort the process
 
 
 if __name__ == "__main__":

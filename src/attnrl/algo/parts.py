@@ -6,7 +6,6 @@ taken by those whose signature has them; options were written for this part and 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -14,6 +13,8 @@ from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le
+
+from attnrl.errors import listed, near
 
 Part = TypeVar("Part", bound=Callable[..., Any])
 
@@ -98,17 +99,3 @@ def check_call(part: Callable[..., Any], *names: str) -> None:
     except TypeError as error:
         shape = ", ".join(names)
         raise ValueError(f"must be callable as ({shape}), options being keyword-only: {error}") from None
-
-
-def near(name: str, known: Any) -> str:
-    """A hint at the nearest known name, empty where none is near.
-
-    >>> near("fcy", ["fci", "entropy"])
-    "; did you mean 'fci'?"
-    """
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
-
-
-def listed(names: Any) -> str:
-    return ", ".join(names) or "none"

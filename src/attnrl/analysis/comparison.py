@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ValidationError
 
+from attnrl.algo.intervals import bootstrap_means, interval
 from attnrl.analysis.curves import axes, benchmarks
-from attnrl.analysis.intervals import bootstrap
 from attnrl.analysis.records import RunRecord
 from attnrl.config import Config
 from attnrl.errors import DataError
@@ -31,10 +31,6 @@ class Method:
 
     name: str
     runs: tuple[RunRecord, ...]
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return tuple(int(run.setting("run.seed", 0)) for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,6 @@ class Estimate:
     mean: float
     low: float
     high: float
-    seeds: int
 
 
 def group_methods(records: Sequence[RunRecord]) -> list[Method]:
@@ -202,9 +197,9 @@ def estimate(values: Sequence[float]) -> Estimate:
     (0.5, True)
     """
     if any(math.isnan(v) for v in values) or not values:
-        return Estimate(math.nan, math.nan, math.nan, len(values))
-    low, high = bootstrap(values) if len(values) > 1 else (math.nan, math.nan)
-    return Estimate(float(np.mean(values)), low, high, len(values))
+        return Estimate(math.nan, math.nan, math.nan)
+    low, high = interval(bootstrap_means(values)) if len(values) > 1 else (math.nan, math.nan)
+    return Estimate(float(np.mean(values)), low, high)
 
 
 def paired(a: Sequence[Numbers], b: Sequence[Numbers]) -> Estimate:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attnrl.algo.intervals import interval
 from attnrl.analysis.intervals import Array, wilson
 from attnrl.types import Step
 
@@ -107,8 +108,7 @@ def clustered(rows: Sequence[Trial], resamples: int, value: Callable[[Trial], fl
     table: Array = np.array(list(sums.values()))
     chosen = np.random.default_rng(0).integers(len(table), size=(resamples, len(table)))
     means = table[chosen, 0].sum(axis=1) / table[chosen, 1].sum(axis=1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
+    return interval(means)
 
 
 def contrast(trials: Sequence[Trial], a: str, b: str, resamples: int = 4000) -> tuple[float, float, float]:

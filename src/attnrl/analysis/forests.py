@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from attnrl.algo.advantages import ESTIMATORS
 from attnrl.algo.steps import THINK_END
 from attnrl.errors import DataError
 from attnrl.types import (
-    RIGHT_ABOVE,
     Branch,
     Floats,
     Forest,
@@ -34,36 +32,17 @@ from attnrl.types import (
 )
 
 Row = dict[str, Any]
-COLUMNS = (
-    *("iteration", "uid", "problem", "answers", "tree", "kind", "point", "text", "ids", "logprobs", "finish"),
-    *("version", "reward", "rule", "answer", "step_starts", "step_texts", "fci", "entropy"),
-)
-OPTIONAL = ("reason", "prompt_reason")  # files written before there were reasons lack them
-DERIVED = {  # files of that time lack these too: from which column each follows, and how
-    "tokens": ("ids", pc.list_value_length),
-    "right": ("reward", lambda rewards: pc.greater(rewards, RIGHT_ABOVE)),
-}
 
 
 def read_table(file: Path, columns: Sequence[str], span: tuple[int, int] | None = None) -> pa.Table:
-    """Rows of a forest file: all of them, or the half-open range `span`, of which only its row groups are read.
-
-    Columns in `OPTIONAL` that the file lacks are left out, those in `DERIVED` made from others.
-    """
+    """Rows of a forest file: all of them, or the half-open range `span`, of which only its row groups are read."""
     try:
         with pq.ParquetFile(file) as opened:
-            present = set(opened.schema_arrow.names)
-            lacking = [name for name in columns if name in DERIVED and name not in present]
-            asked = {*columns, *(DERIVED[name][0] for name in lacking)} - {*lacking}
-            if missing := asked - present - {*OPTIONAL}:
+            if missing := {*columns} - {*opened.schema_arrow.names}:
                 raise DataError(f"{file}: column {min(missing)!r} is missing; was it written by another version?")
-            table = _read(opened, sorted(asked & present), span)
+            return _read(opened, list(columns), span)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{file}: not a readable forest file: {error}") from None
-    for name in lacking:
-        source, make = DERIVED[name]
-        table = table.append_column(name, make(table[source]))
-    return table
 
 
 def _read(opened: pq.ParquetFile, columns: list[str], span: tuple[int, int] | None) -> pa.Table:
@@ -123,7 +102,7 @@ def rebuild(rows: Sequence[Row]) -> Forest:
         ids = as_ids(row["ids"])
         logprobs = as_floats(row["logprobs"]) if "logprobs" in row else np.zeros(len(ids), dtype=np.float32)
         rollout = Rollout(ids, logprobs, row["finish"], row["version"])
-        verdict = Verdict(row["reward"], row["rule"], row["answer"], right=row.get("right"))  # type: ignore[arg-type]
+        verdict = Verdict(row["reward"], row["rule"], row["answer"], right=row["right"])
         if row["kind"] == "trunk":
             bounds = [*row["step_starts"], len(ids)]
             steps = tuple(Step(*span, thinking) for span, thinking in zip(pairwise(bounds), thinks(row), strict=True))

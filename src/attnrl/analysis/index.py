@@ -11,12 +11,15 @@ import numpy as np
 import pyarrow as pa
 
 from attnrl.analysis.curves import clean
-from attnrl.analysis.forests import COLUMNS, OPTIONAL, Row, interest, read_rows, read_table
+from attnrl.analysis.forests import Row, interest, read_rows, read_table
 from attnrl.errors import DataError
 
 EXCERPT = 220  # characters of a problem in the index
 NARROW = ("uid", "problem", "tree", "kind", "reward", "finish", "fci", "prompt_reason", "right", "tokens")
-WIDE = tuple(name for name in (*COLUMNS, *OPTIONAL, "right") if name != "logprobs")
+WIDE = (  # all but the log-probs
+    *("iteration", "uid", "problem", "answers", "tree", "kind", "point", "text", "ids", "finish", "version"),
+    *("reward", "right", "rule", "answer", "reason", "prompt_reason", "step_starts", "step_texts", "fci", "entropy"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def index_file(file: Path) -> list[Entry]:
     rewards, right, finish, tokens = (table[name].to_pylist() for name in ("reward", "right", "finish", "tokens"))
     fci = _mean_fci(table["fci"]).tolist()
     problems = [text or "" for text in table["problem"].take(starts).to_pylist()]
-    recorded = table["prompt_reason"].take(starts).to_pylist() if "prompt_reason" in table.column_names else []
+    recorded = table["prompt_reason"].take(starts).to_pylist()
     found = []
     for number, (start, stop) in enumerate(zip(starts, [*starts[1:], len(uids)], strict=True)):
         by_tree: list[list[float]] = []
@@ -76,7 +79,7 @@ def index_file(file: Path) -> list[Entry]:
             stop=stop,
             uid=uids[start],
             problem=problems[number][:EXCERPT],
-            reason=(recorded and recorded[number]) or derived_reason(rewards[start:stop], cut_off),
+            reason=recorded[number] or derived_reason(rewards[start:stop], cut_off),
             value=sum(rewards[start:stop]) / leaves,
             leaves=leaves,
             right=sum(right[start:stop]),

@@ -1,4 +1,4 @@
-"""Intervals: of shares and their differences, of how much a branch point changed the value, by bootstrap. Pure."""
+"""Intervals: of shares and their differences, of how much a branch point changed the value. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from attnrl.algo.intervals import mean_ranks
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Z = 1.959964  # 95 %
@@ -74,28 +76,14 @@ def value_change(after: Sequence[float], redrawn: Sequence[float]) -> Change:
     return Change(before, a, b, a - before, low, high)
 
 
-def bootstrap(values: Sequence[float], *, resamples: int = 10_000) -> tuple[float, float]:
-    """The 95 % percentile interval of the mean, values resampled.
-
-    >>> bootstrap([2.0, 2.0, 2.0])
-    (2.0, 2.0)
-    """
-    data = np.asarray(values, dtype=np.float64)
-    drawn = data[np.random.default_rng(0).integers(len(data), size=(resamples, len(data)))]
-    low, high = np.quantile(drawn.mean(axis=-1), [0.025, 0.975])
-    return float(low), float(high)
-
-
 def auc(scores: Sequence[float], positive: Sequence[bool]) -> float:
     """The chance that a positive case scores above a negative one, ties counted half; not a number without both.
 
     >>> auc([1, 2, 3, 3], [False, True, True, False])
     0.625
     """
-    values, marks = np.asarray(scores, dtype=np.float64), np.asarray(positive, dtype=bool)
+    marks = np.asarray(positive, dtype=bool)
     above, below = int(marks.sum()), int((~marks).sum())
     if not above or not below:
         return math.nan
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    return float((ranks[marks].sum() - above * (above + 1) / 2) / (above * below))
+    return float((mean_ranks(scores)[marks].sum() - above * (above + 1) / 2) / (above * below))

@@ -94,7 +94,8 @@ def write_figures(methods: Sequence[Method], out: Path) -> list[tuple[str, list[
     for name, panels in FIGURES.items():
         keys = ", ".join("held-out accuracy" if panel.key == "eval" else panel.key for panel in panels)
         save(name, panel_figure(plt, methods, panels), f"no run logged any of {keys}")
-    tests = [Panel(name, f"eval/{name}/pass@1", "accuracy (%)", 100, smooth=False) for name in _benchmarks(methods)]
+    names = dict.fromkeys(name for m in methods for run in m.runs for name in benchmarks(run))
+    tests = [Panel(name, f"eval/{name}/pass@1", "accuracy (%)", 100, smooth=False) for name in names]
     save("fig9_tests", panel_figure(plt, methods, tests), "no run was evaluated (evaluation.every was 0)")
     return drawn
 
@@ -121,10 +122,6 @@ def save_figure(figure: Any, out: Path, name: str) -> list[Path]:
         figure.savefig(file, bbox_inches="tight", dpi=150, metadata=undated)
     pyplot().close(figure)
     return files
-
-
-def _benchmarks(methods: Sequence[Method]) -> list[str]:
-    return list(dict.fromkeys(name for m in methods for run in m.runs for name in benchmarks(run)))
 
 
 def column(run: RunRecord, key: str) -> list[float]:

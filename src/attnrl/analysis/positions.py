@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from attnrl.algo.intervals import rank_correlation
 from attnrl.analysis.curves import clean
-from attnrl.analysis.forests import read_table
+from attnrl.analysis.forests import read_rows
 
 BINS = 20
 COLUMNS = ("kind", "point", "step_starts", "fci", "tokens")
@@ -27,8 +28,7 @@ def fci_by_position(files: Sequence[Path]) -> dict[str, Any] | None:
     ranks: list[float] = []
     for file in chosen:
         length = 1
-        table = read_table(file, COLUMNS)
-        for row in table.select(COLUMNS).to_pylist():  # without ids, which may be millions
+        for row in read_rows(file, COLUMNS):
             if row["kind"] == "branch":
                 starts[min(int(BINS * row["point"] / length), BINS - 1)] += 1
                 continue
@@ -39,7 +39,7 @@ def fci_by_position(files: Sequence[Path]) -> dict[str, Any] | None:
             where = np.minimum((BINS * np.asarray(row["step_starts"]) / length).astype(int), BINS - 1)
             np.add.at(total, where, fci)
             np.add.at(count, where, 1)
-            ranks += [] if fci.std() == 0 else [_rank_correlation(fci)]
+            ranks += [] if fci.std() == 0 else [rank_correlation(fci, np.arange(len(fci)))]
     if not count.any() and not starts.any():
         return None
     centres = [clean((i + 0.5) / BINS) for i in range(BINS)]
@@ -50,10 +50,3 @@ def fci_by_position(files: Sequence[Path]) -> dict[str, Any] | None:
         "correlation": clean(float(np.mean(ranks))) if ranks else None,
         "trunks": len(ranks),
     }
-
-
-def _rank_correlation(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
-    """Spearman's correlation of values with their index; ties share their mean rank."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from attnrl.algo.intervals import bootstrap_means, interval
 from attnrl.algo.reasons import kind_of
 from attnrl.analysis.forests import Row, grouped, read_rows, thinks
-from attnrl.analysis.intervals import auc, bootstrap
+from attnrl.analysis.intervals import auc
 
 COLUMNS = ("uid", "tree", "kind", "reward", "fci", "step_texts", "prompt_reason", "right")
 
@@ -58,7 +59,6 @@ def candidate_mean(trunk: Row) -> float:
 class Separation:
     """How well a score tells prompts without signal from the others."""
 
-    scope: str
     without: int  # prompts without signal
     others: int
     mean_without: float
@@ -86,7 +86,6 @@ def separation(cases: Sequence[Problem], scope: str) -> Separation | None:
     low, high = np.quantile(means[0] - means[1], [0.025, 0.975]) if min(len(a), len(b)) > 1 else (np.nan, np.nan)
     none = [not c.signal for c in kept]
     return Separation(
-        scope=scope,
         without=len(a),
         others=len(b),
         mean_without=float(np.mean(a)),
@@ -108,5 +107,6 @@ def means_by_iteration(
         if case.signal == signal and not case.dropped:
             rows.setdefault(case.iteration, []).append(case.fci)
     at = sorted(rows)
-    bounds = [bootstrap(rows[i], resamples=1000) if len(rows[i]) > 1 else (math.nan, math.nan) for i in at]
-    return at, [float(np.mean(rows[i])) for i in at], [low for low, _ in bounds], [high for _, high in bounds]
+    means = [rows[i] for i in at]
+    bounds = [interval(bootstrap_means(m, resamples=1000)) if len(m) > 1 else (math.nan, math.nan) for m in means]
+    return at, [float(np.mean(m)) for m in means], [low for low, _ in bounds], [high for _, high in bounds]

@@ -80,7 +80,7 @@ def curve_rows(found: Comparison) -> list[list[str]]:
 def percent(value: Estimate, *, sign: bool = False) -> str:
     """An accuracy in percent, with its interval where there is one.
 
-    >>> percent(Estimate(0.5, 0.4, 0.6, 3)), percent(Estimate(0.01, float("nan"), float("nan"), 1), sign=True)
+    >>> percent(Estimate(0.5, 0.4, 0.6)), percent(Estimate(0.01, float("nan"), float("nan")), sign=True)
     ('50.0 [40.0, 60.0]', '+1.0')
     """
     if value.mean != value.mean:

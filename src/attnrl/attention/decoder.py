@@ -97,6 +97,11 @@ def body_of(model: nn.Module) -> nn.Module:
     return cast(nn.Module, getattr(inner, inner.base_model_prefix, inner))
 
 
+def vocabulary_of(model: Any) -> int:
+    """How many tokens a model knows."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
 def logits_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """A function from hidden states [N, W] to logits [N, V] in the model's dtype, with its own scaling and soft-cap."""
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -131,7 +136,7 @@ def check_head(model: nn.Module) -> None:
     inner: Any = model
     hidden: list[Tensor] = []
     hook = body_of(model).register_forward_hook(lambda _module, _args, out: hidden.append(out.last_hidden_state))
-    ids = torch.arange(4, device=next(model.parameters()).device)[None] % inner.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(4, device=next(model.parameters()).device)[None] % vocabulary_of(model)
     try:
         with torch.no_grad():
             want = inner(input_ids=ids, use_cache=False).logits.float()

@@ -6,7 +6,6 @@ and exit code 2, without a traceback.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import signal
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from attnrl.errors import AttnRLError, Interrupted
+from attnrl.errors import AttnRLError, Interrupted, near
 from attnrl.version import __version__
 
 COMMANDS = {
@@ -72,9 +71,8 @@ def run(argv: list[str]) -> int:
         print(__version__)
         return 0
     if argv[0] not in COMMANDS:
-        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        print(f"attnrl: no command {argv[0]!r}; {hint}`attnrl --help` lists them", file=sys.stderr)
+        hint = near(argv[0], COMMANDS)
+        print(f"attnrl: no command {argv[0]!r}{hint}; `attnrl --help` lists them", file=sys.stderr)
         return 2
     try:
         with ended_by_sigterm():

@@ -23,8 +23,8 @@ from attnrl.analysis.comparison import Axis, compare_runs
 from attnrl.analysis.records import read_run
 from attnrl.analysis.report import named_runs
 from attnrl.analysis.tables import tables
+from attnrl.cli.files import check_folder
 from attnrl.cli.flags import read_flags
-from attnrl.cli.lines import check_folder
 from attnrl.config import Section
 
 

@@ -22,8 +22,8 @@ from typing import Any
 from pydantic import Field
 from rich.console import Console
 
+from attnrl.cli.files import check_folder
 from attnrl.cli.flags import read_flags
-from attnrl.cli.lines import check_folder
 from attnrl.config import Names, Section
 from attnrl.data.audit import Duplicate, Overlap, clean, contamination, decontaminate, duplicates, leaks
 from attnrl.data.benchmarks import BENCHMARKS, load_benchmark

@@ -20,9 +20,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from attnrl.algo.parts import near
 from attnrl.config import Section, fields, keys, load_config, put
-from attnrl.errors import ConfigError
+from attnrl.errors import ConfigError, near
 
 Flags = TypeVar("Flags", bound=Section)
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from rich.console import Console
 
 from attnrl.analysis import write_report
+from attnrl.cli.files import check_folder
 from attnrl.cli.flags import read_flags
-from attnrl.cli.lines import check_folder
 from attnrl.config import Section
 
 

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 from rich.console import Console
 
+from attnrl.cli.files import check_folder, read_file
 from attnrl.cli.flags import read_flags, show
-from attnrl.cli.lines import check_folder, read_lines
 from attnrl.config import Section
 from attnrl.errors import DataError, MissingFileError
 from attnrl.launch.models import pin_model
@@ -97,11 +97,11 @@ def main(argv: list[str]) -> None:
     summary(Console(), flags.output, scored, metrics, config.algo.delta)
     if flags.html is not None:
         from attnrl.analysis.page import write_whole
-        from attnrl.launch.looking import score_page
+        from attnrl.analysis.score_page import build_score_page, response_page
 
-        first = scored[:maps]
-        names = [f"{flags.input.name}, row {number}" for number in numbers[: len(first)]]
-        print(f"page: {write_whole(score_page(model, first, names, config.algo.delta), flags.html)}")
+        rows_shown = zip(numbers, scored[:maps], strict=False)
+        pages = [response_page(f"{flags.input.name}, row {n}", s.text, s.steps, s.map) for n, s in rows_shown]
+        print(f"page: {write_whole(build_score_page(model, pages, config.algo.delta), flags.html)}")
 
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -110,27 +110,16 @@ def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
         forests = sorted((path / "forests").glob("*.parquet"))
         hint = f"the responses of this run are in files such as {forests[-1]}" if forests else "give a file in it"
         raise MissingFileError(f"--input {path} is a directory; {hint}")
-    if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        if not path.is_file():
-            raise MissingFileError(f"{path}: no such file; give a .jsonl, .jsonl.gz or .parquet file")
-        try:
-            table = enumerate(pq.read_table(path).to_pylist(), start=1)
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{path}: not a readable parquet file ({error})") from error
-        rows = [(n, _response(row)) for n, row in table if row.get("kind") != "branch"]
-    else:
-        rows = [(index + 1, row) for _, index, row in read_lines(path, "write one response a line")]
-    if not rows:
+    found = []
+    for number, row in enumerate(read_file(path), start=1):
+        given, kind = row.columns, row.columns.get("kind")
+        if kind == "trunk":  # of a forest file, which has its token ids
+            given = {"problem": given["problem"], "response_ids": given["ids"]}
+        if kind != "branch":
+            found.append((number, {**given, "where": row.where}))
+    if not found:
         raise DataError(f"{path}: no rows")
-    return [(n, {**row, "where": f"{path}:{n}"}) for n, row in rows]
-
-
-def _response(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as a response; a trunk of a forest file has its token ids."""
-    return {"problem": row["problem"], "response_ids": row["ids"]} if "kind" in row else row
+    return found
 
 
 def to_table(rows: Iterable[dict[str, Any]], model: str) -> pa.Table:

@@ -21,10 +21,9 @@ from typing import Literal
 
 from pydantic import Field
 from rich.console import Console
-from rich.progress import track
 
+from attnrl.cli.files import check_folder
 from attnrl.cli.flags import read_flags, show
-from attnrl.cli.lines import check_folder
 from attnrl.config import Section, TaskConfig
 
 
@@ -41,14 +40,14 @@ class TasksFlags(Section):
 
 
 def main(argv: list[str]) -> None:
-    from attnrl.data.tasks import columns, different_tasks
+    from attnrl.data.tasks import columns, make_tasks
 
     flags, _ = read_flags(TasksFlags, argv, str(__doc__), flat="tasks")
     check_folder("output", flags.output)
-    tasks = different_tasks(flags.tasks, flags.split, flags.count, flags.tasks.seed)
-    console = Console(stderr=True)
+    with Console(stderr=True).status("making tasks"):
+        tasks = make_tasks(flags.tasks, flags.split, flags.count, flags.tasks.seed)
     with flags.output.open("w", encoding="utf-8") as file:
-        for task in track(tasks, "writing tasks", total=flags.count, console=console, transient=True):
+        for task in tasks:
             row = {"problem": task.problem, "answer": task.answer, "solution": task.solution, **columns(task)}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     show(f"{flags.output}: {flags.count} {flags.split} tasks, seed {flags.tasks.seed}")

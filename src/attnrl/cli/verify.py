@@ -26,8 +26,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from attnrl.cli.files import check_folder, read_file
 from attnrl.cli.flags import read_flags
-from attnrl.cli.lines import check_folder, read_lines
 from attnrl.config import Section, check_used, load_config
 from attnrl.errors import ConfigError, DataError
 from attnrl.evaluation.stored import GOLD
@@ -41,7 +41,7 @@ class VerifyFlags(Section):
     """The flags of `attnrl verify`."""
 
     file: Path
-    """a file of JSON lines, plain or .gz, with the fields response and gold (or answers, answer, ground_truth)."""
+    """a file (jsonl, json, .gz, parquet) with the fields response and gold (or answers, answer, ground_truth)."""
     output: Path | None = None
     """Where the verdicts go, one JSON object a line; by default FILE with .verdicts.jsonl at its end."""
     disagreements: Path | None = None
@@ -50,8 +50,7 @@ class VerifyFlags(Section):
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of a file, and file:line of those without a gold; DataError names where one cannot be graded."""
-    rows = read_lines(path, "write {'response': ..., 'gold': ...}")
-    named = [(where, _with_gold(where, row)) for where, _, row in rows]
+    named = [(row.where, _with_gold(row.where, row.columns)) for row in read_file(path)]
     return [row for _, row in named], [where for where, row in named if not golds_of(row)]
 
 
@@ -82,7 +81,7 @@ def write_verdicts(path: Path, rows: Sequence[dict[str, Any]], verdicts: Sequenc
         for row, verdict in zip(rows, verdicts, strict=True):
             kept = {key: value for key, value in row.items() if key != "response"}
             said = {"reward": verdict.reward, "rule": verdict.rule, "answer": verdict.answer, "error": verdict.error}
-            file.write(json.dumps(kept | said) + "\n")
+            file.write(json.dumps(kept | said, default=str) + "\n")
 
 
 def summary(verdicts: Sequence[Verdict], seconds: float) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from pydantic.fields import FieldInfo
 from attnrl.config.base import MAY_CHANGE
 from attnrl.config.sections import Config, RewardConfig
 from attnrl.config.taken import keep_set, set_by_file
-from attnrl.errors import ConfigError, MissingFileError
+from attnrl.errors import ConfigError, MissingFileError, near
 
 
 def presets() -> dict[str, str]:
@@ -82,9 +81,8 @@ def _preset_text(name: str) -> str:
             raise ConfigError(f"{name}: not UTF-8 text ({error.reason})") from None
     file = resources.files("attnrl.presets") / f"{name}.toml"
     if not file.is_file():
-        near = difflib.get_close_matches(name, presets(), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"no preset {name!r}; {hint}`attnrl presets` lists them, a path must end in .toml")
+        hint = near(name, presets())
+        raise ConfigError(f"no preset {name!r}{hint}; `attnrl presets` lists them, a path must end in .toml")
     return file.read_text("utf-8")
 
 
@@ -126,21 +124,20 @@ def explain(error: ValidationError, where: str) -> str:
     for item in error.errors():
         key = ".".join(str(part + 1 if isinstance(part, int) else part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            near = _near(key, item["loc"])
-            hint = f"; did you mean {near[0]}?" if near else "; `attnrl config --help` lists the keys"
-            lines.append(f"unknown key {key}{hint}")
+            hint = _hint(key, item["loc"])
+            lines.append(f"unknown key {key}{hint or '; `attnrl config --help` lists the keys'}")
         else:
             got = "" if isinstance(item["input"], dict | BaseModel) else f", got {item['input']!r}"
             lines.append(f"{key}: {_said(item)}{got}")
     return f"{where}: " + "\n  ".join(lines)
 
 
-def _near(key: str, place: tuple[int | str, ...]) -> list[str]:
-    """The known key that a wrong one is near to, if any; in a table of the list [[reward]] by its own name alone."""
+def _hint(key: str, place: tuple[int | str, ...]) -> str:
+    """At the known key that a wrong one is near to; in a table of the list [[reward]] by its own name alone."""
     table, _, name = key.rpartition(".")
     if len(place) == 3 and place[0] == "reward":
-        return [f"{table}.{found}" for found in difflib.get_close_matches(name, RewardConfig.model_fields, n=1)]
-    return difflib.get_close_matches(key, keys(), n=1)
+        return near(name, RewardConfig.model_fields).replace(" '", f" {table}.").replace("'", "")
+    return near(key, keys()).replace("'", "")
 
 
 def _said(item: Any) -> str:

@@ -18,26 +18,21 @@ class Benchmark:
     32
     """
 
-    name: str
-    title: str
     hub: str  # source of load_records
     file: str  # name under a data directory, or under its folder eval
     rows: int
     samples: int  # per problem
-    paper: bool = True  # one of the six that the paper averages
 
 
-_TABLE = (
-    Benchmark("aime24", "AIME24", "hf:HuggingFaceH4/aime_2024:train", "aime24.parquet", 30, 32),
-    Benchmark("aime25", "AIME25", "hf:math-ai/aime25:test", "aime25.parquet", 30, 32),
-    Benchmark("amc23", "AMC23", "hf:math-ai/amc23:test", "amc23.parquet", 40, 32),
-    Benchmark("math500", "MATH-500", "hf:HuggingFaceH4/MATH-500:test", "math500.parquet", 500, 4),
-    Benchmark("minerva", "Minerva", "hf:math-ai/minervamath:test", "minerva.parquet", 272, 4),
-    Benchmark("olympiad", "OlympiadBench", "hf:math-ai/olympiadbench:test", "olympiad.parquet", 674, 4),
-    Benchmark("gsm8k", "GSM8K", "hf:openai/gsm8k/main:test", "gsm8k_test.jsonl.gz", 1319, 4, paper=False),
-)
-BENCHMARKS = {benchmark.name: benchmark for benchmark in _TABLE}
-SIX = tuple(benchmark.name for benchmark in _TABLE if benchmark.paper)
+BENCHMARKS = {
+    "aime24": Benchmark("hf:HuggingFaceH4/aime_2024:train", "aime24.parquet", 30, 32),
+    "aime25": Benchmark("hf:math-ai/aime25:test", "aime25.parquet", 30, 32),
+    "amc23": Benchmark("hf:math-ai/amc23:test", "amc23.parquet", 40, 32),
+    "math500": Benchmark("hf:HuggingFaceH4/MATH-500:test", "math500.parquet", 500, 4),
+    "minerva": Benchmark("hf:math-ai/minervamath:test", "minerva.parquet", 272, 4),
+    "olympiad": Benchmark("hf:math-ai/olympiadbench:test", "olympiad.parquet", 674, 4),
+    "gsm8k": Benchmark("hf:openai/gsm8k/main:test", "gsm8k_test.jsonl.gz", 1319, 4),
+}
 
 
 def load_benchmark(name: str, data_dir: str | os.PathLike[str] | None = None) -> list[Record]:

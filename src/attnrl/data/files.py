@@ -163,8 +163,8 @@ def _read(label: str, path: Path) -> Iterator[Row]:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{label}: not UTF-8 text (byte {error.start}); convert it with `iconv -t utf-8`") from error
-    lines = path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
-    yield from _read_lines(label, text) if lines else _read_json(label, text)
+    whole = path.name.removesuffix(".gz").endswith(".json")
+    yield from _read_json(label, text) if whole else _read_lines(label, text)
 
 
 def _read_parquet(label: str, path: Path) -> Iterator[Row]:

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnrl.algo.parts import listed, near
 from attnrl.data.records import Record
-from attnrl.errors import ConfigError, DataError
+from attnrl.errors import ConfigError, DataError, listed, near
 from attnrl.types import Prompt, as_ids, content_hash, counted
 
-TEMPLATE = r"{problem} Let's think step by step and output the final answer within \boxed{}."
 _CHUNK = 512  # prompts tokenized at once
 _SET = {"tokenize", "add_generation_prompt", "conversation", "messages", "return_tensors"}  # not to be set again
 _GIVEN = _SET | {"tools", "documents", "raise_exception", "strftime_now"}  # to every chat template, by transformers
@@ -45,25 +43,25 @@ def render_prompts(
     records: Sequence[Record],
     tokenizer: Any,
     *,
-    template: str = TEMPLATE,
+    template: str,
     max_prompt_tokens: int,
-    chat: bool | None = None,
     system: str | None = None,
     chat_options: Mapping[str, Any] | None = None,
     unique: bool = True,
-    progress: bool = True,
 ) -> tuple[list[Prompt], Dropped]:
     """The prompts of the records, and what was dropped.
 
     `{problem}` in the template is replaced as it stands; all other braces are the user's own. The text is one user
-    message of the tokenizer's chat template, where it has one (`chat=None`); `chat=False` takes the bare text, and
-    `chat=True` insists on a chat template. A row's own system message stands before it, `system` instead of it ("":
-    none), and `chat_options` go to the chat template. A prompt's uid is the hash of its problem and of the row's own
-    system message, where it has one. `unique` keeps the first of several records with one uid, so that it names one
-    prompt; benchmarks set it to False to keep their rows.
+    message of the tokenizer's chat template, where it has one. A row's own system message stands before it, `system`
+    instead of it ("": none), and `chat_options` go to the chat template. A prompt's uid is the hash of its problem and
+    of the row's own system message, where it has one. `unique` keeps the first of several records with one uid, so that
+    it names one prompt; benchmarks set it to False to keep their rows.
     """
-    _check(template, tokenizer, max_prompt_tokens, chat)
-    uses_chat = bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat
+    if "{problem}" not in template:
+        raise ConfigError(f"template: {template!r} has no {{problem}}; write it where the problem goes")
+    if max_prompt_tokens < 1:
+        raise ConfigError(f"max_prompt_tokens: {max_prompt_tokens} is below 1")
+    uses_chat = bool(getattr(tokenizer, "chat_template", None))
     options = dict(chat_options or {})
     _check_chat(records, uses_chat, system, options)
     if uses_chat:
@@ -73,7 +71,7 @@ def render_prompts(
     repeated: list[str] = []
     seen: set[str] = set()
     shortest = 0
-    for start in _track(range(0, len(records), _CHUNK), "tokenizing prompts", progress and len(records) > 4 * _CHUNK):
+    for start in _track(range(0, len(records), _CHUNK), "tokenizing prompts", len(records) > 4 * _CHUNK):
         chunk = records[start : start + _CHUNK]
         texts = [template.replace("{problem}", record.problem) for record in chunk]
         systems = [record.system if system is None else system or None for record in chunk]
@@ -122,15 +120,6 @@ def render_benchmark(
             "made-up tasks give --data.template '{problem}' and tasks of its own settings"
         )
     return prompts
-
-
-def _check(template: str, tokenizer: Any, max_prompt_tokens: int, chat: bool | None) -> None:
-    if "{problem}" not in template:
-        raise ConfigError(f"template: {template!r} has no {{problem}}; write it where the problem goes")
-    if max_prompt_tokens < 1:
-        raise ConfigError(f"max_prompt_tokens: {max_prompt_tokens} is below 1")
-    if chat and not getattr(tokenizer, "chat_template", None):
-        raise ConfigError("chat: this tokenizer has no chat template; leave chat unset or set it to false")
 
 
 def _check_chat(records: Sequence[Record], uses_chat: bool, system: str | None, options: Mapping[str, Any]) -> None:

@@ -8,9 +8,8 @@ entry of an arithmetic table, so that small models can learn it; the length of t
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -20,7 +19,7 @@ from attnrl.data.records import Record
 from attnrl.data.task_graph import NAMES, SIGNS, Graph, Quantity, apply, draw_graph
 from attnrl.errors import ConfigError
 
-__all__ = ["NAMES", "Task", "as_records", "different_tasks", "make_task", "make_tasks", "task_stream"]
+__all__ = ["NAMES", "Task", "as_records", "make_task", "make_tasks"]
 
 Split = Literal["train", "test"]
 G = TypeVar("G")
@@ -97,11 +96,6 @@ class Task:
         """1 (up to 4 operations) to 5 (17 to 20)."""
         return (self.operations + 3) // 4
 
-    @property
-    def prompt(self) -> str:
-        """The problem and a line break: what stands before the response."""
-        return self.problem + "\n"
-
 
 def make_task(spec: TaskConfig, split: Split, index: int, seed: int | None = None) -> Task:
     """Task number `index` of a split: the same for the same arguments, on every machine; a seed overrules the config's.
@@ -145,47 +139,21 @@ def _fork_task(spec: TaskConfig, rng: random.Random, split: Split) -> Task:
     return Task(problem, solution, str(graph.answer()), operations, split, key, graph.decisive)
 
 
-def task_stream(spec: TaskConfig, split: Split, seed: int | None = None, start: int = 0) -> Iterator[Task]:
-    """Tasks start, start + 1, ... of a split, without end."""
-    return (make_task(spec, split, index, seed) for index in itertools.count(start))
-
-
 def make_tasks(spec: TaskConfig, split: Split, count: int, seed: int | None = None) -> list[Task]:
-    """The first `count` different tasks of a split.
-
-    >>> [t.answer for t in make_tasks(TaskConfig(), "test", 3, seed=1)] == [
-    ...     make_task(TaskConfig(), "test", i, seed=1).answer for i in range(3)
-    ... ]
-    True
-    """
-    return list(different_tasks(spec, split, count, seed))
-
-
-def different_tasks(spec: TaskConfig, split: Split, count: int, seed: int | None = None) -> Iterator[Task]:
-    """As `make_tasks`, one after the other."""
-    seen: set[str] = set()
-    for index, task in enumerate(task_stream(spec, split, seed)):
-        if len(seen) >= count:
-            return
-        if index > 10 * count + 1000:
-            raise ConfigError(f"these task settings have fewer than {count} different {split} problems; ask for less")
-        if task.key not in seen:
-            seen.add(task.key)
-            yield task
+    """The first `count` different tasks of a split."""
+    found: dict[str, Task] = {}
+    for index in range(10 * count + 1000):
+        task = make_task(spec, split, index, seed)
+        found.setdefault(task.key, task)
+        if len(found) == count:
+            return list(found.values())
+    raise ConfigError(f"these task settings have fewer than {count} different {split} problems; ask for less")
 
 
-def as_records(
-    spec: TaskConfig, split: Split, count: int, seed: int | None = None, source: str = "tasks"
-) -> list[Record]:
+def as_records(spec: TaskConfig, split: Split, count: int, seed: int | None = None) -> list[Record]:
     """Tasks as records, so that they take the same path to prompts as any data set (with the template `{problem}`)."""
     return [
-        Record(
-            problem=task.problem,
-            answers=(task.answer,),
-            source=source,
-            where=f"{source}/{split}:{row}",
-            info=columns(task),
-        )
+        Record(task.problem, (task.answer,), "tasks", f"tasks/{split}:{row}", columns(task))
         for row, task in enumerate(make_tasks(spec, split, count, seed), start=1)
     ]
 

@@ -37,10 +37,9 @@ class TokenTexts:
         return text
 
 
-def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a response: the tokenizer's end token and those of the model's generation config."""
+def stop_token_ids(generation: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's end token and those of a model's generation config, if any."""
     found: set[int] = set()
-    generation = getattr(model, "generation_config", None)
     for source in (getattr(generation, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
         if isinstance(source, int):
             found.add(source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnrl.evaluation.compare import Comparison, compare
-from attnrl.evaluation.estimates import bootstrap_means, interval, pass_at_k, summarize
+from attnrl.evaluation.estimates import pass_at_k, summarize
 from attnrl.evaluation.results import Report, Response
 from attnrl.evaluation.sampling import check_samples, evaluate
 from attnrl.evaluation.stored import grade_stored
@@ -12,12 +12,10 @@ __all__ = [
     "Comparison",
     "Report",
     "Response",
-    "bootstrap_means",
     "check_samples",
     "compare",
     "evaluate",
     "grade_stored",
-    "interval",
     "pass_at_k",
     "summarize",
 ]

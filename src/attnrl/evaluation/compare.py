@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from attnrl.algo.intervals import RESAMPLES, bootstrap_means, interval
 from attnrl.errors import DataError
-from attnrl.evaluation.estimates import RESAMPLES, bootstrap_means, interval
 from attnrl.evaluation.results import load_problem_rows
 
 

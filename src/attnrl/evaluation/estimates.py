@@ -1,4 +1,4 @@
-"""Estimates from graded responses: pass@k, bootstrap intervals, and the summary of one benchmark. Pure."""
+"""Estimates from graded responses: pass@k and the summary of one benchmark. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from attnrl.algo.intervals import RESAMPLES, bootstrap_means, interval
 from attnrl.errors import ConfigError
 from attnrl.types import counted
-
-RESAMPLES = 10_000
-LEVEL = 0.95
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -35,32 +32,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         raise ValueError(f"{c} right responses of {n}")
     draws = math.comb(n, k)
     return (draws - math.comb(n - c, k)) / draws
-
-
-def bootstrap_means(
-    values: Sequence[float] | NDArray[np.float64], *, seed: int = 0, resamples: int = RESAMPLES
-) -> NDArray[np.float64]:
-    """[resamples] means of the values, each over a resample with replacement of the same size.
-
-    >>> set(bootstrap_means([0.5, 0.5, 0.5], resamples=10).tolist())
-    {0.5}
-    """
-    data = np.asarray(values, dtype=np.float64)
-    if data.size == 0:
-        raise ValueError("no values to resample")
-    rng = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    block = max(1, 4_000_000 // data.size)  # bounds memory; the draws do not depend on it: rows come in order
-    for start in range(0, resamples, block):
-        rows = min(block, resamples - start)
-        means[start : start + rows] = data[rng.integers(data.size, size=(rows, data.size))].mean(axis=1)
-    return means
-
-
-def interval(means: NDArray[np.float64], level: float = LEVEL) -> tuple[float, float]:
-    """The middle `level` of the bootstrap means (percentile interval)."""
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
 
 
 def summarize(

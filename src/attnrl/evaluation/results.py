@@ -20,9 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from attnrl.algo.intervals import RESAMPLES, bootstrap_means, interval
 from attnrl.data.benchmarks import BENCHMARKS
+from attnrl.data.files import iterate_rows
 from attnrl.errors import ConfigError, DataError
-from attnrl.evaluation.estimates import RESAMPLES, bootstrap_means, interval, problem_estimates, summarize
+from attnrl.evaluation.estimates import problem_estimates, summarize
 from attnrl.types import Attempt, Finish, Verdict, content_hash, counted
 
 PROBLEMS, RESPONSES, SETTINGS = "problems.parquet", "responses.jsonl", "settings.json"
@@ -205,17 +207,10 @@ def write_whole(path: Path, text: str) -> None:
 
 def load_problem_rows(path: Path) -> list[dict[str, Any]]:
     """The per-problem rows of a results directory or of its problems.parquet."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     file = path / PROBLEMS if path.is_dir() else path
     if not file.is_file():
         raise DataError(f"{path}: no {PROBLEMS} there; give the --output directory of a finished `attnrl eval`")
-    try:
-        rows: list[dict[str, Any]] = pq.read_table(file).to_pylist()
-    except pa.ArrowInvalid as error:
-        raise DataError(f"{file}: not a readable parquet file ({error})") from error
-    return rows
+    return [row.columns for row in iterate_rows(file, "")]
 
 
 def table_rows(report: Report) -> list[list[str]]:

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from attnrl.algo.intervals import RESAMPLES
 from attnrl.backend import Sampler, generate_by
 from attnrl.errors import ConfigError
-from attnrl.evaluation.estimates import RESAMPLES
 from attnrl.evaluation.log import Log, open_log
 from attnrl.evaluation.results import Report, Response
 from attnrl.types import Attempt, Grade, Ids, Prompt, Request, Sampling, content_hash, counted
@@ -34,7 +34,6 @@ def evaluate(
     settings: Mapping[str, Any] | None = None,
     chunk: int | None = None,
     resamples: int = RESAMPLES,
-    progress: bool = False,
 ) -> Report:
     """The report over `samples` responses to every prompt of every benchmark.
 
@@ -69,7 +68,7 @@ def evaluate(
         return [Response.of(*job[:3], attempt, verdict) for job, attempt, verdict in graded]
 
     with open_log(out_dir, asked) as (done, log):
-        responses = _draw_all(jobs, draw, done, log, chunk or (512 if log is not None else len(jobs)), progress)
+        responses = _draw_all(jobs, draw, done, log, chunk or (512 if log is not None else len(jobs)))
     report = Report(responses, ks=None if ks is None else tuple(ks), settings=asked, seed=seed, resamples=resamples)
     if out_dir is not None:
         report.save(out_dir)
@@ -94,12 +93,11 @@ def _draw_all(
     done: Sequence[Response],
     log: Log | None,
     chunk: int,
-    progress: bool,
 ) -> list[Response]:
     """All responses in the order of the jobs: those that are done, and the missing ones, drawn and logged."""
     found = {(r.benchmark, r.row, r.sample): r for r in done}
     missing = [job for job in jobs if job[:3] not in found]
-    with _bar(len(jobs), progress) as advance:
+    with _bar(len(jobs)) as advance:
         advance(found.values())
         for start in range(0, len(missing), chunk):
             responses = draw(missing[start : start + chunk])
@@ -142,29 +140,15 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
 
 
 @contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Callable[[Iterable[Response]], None]]:
-    """A progress bar on stderr with the share of right responses so far."""
+def _bar(total: int) -> Iterator[Callable[[Iterable[Response]], None]]:
+    """A progress bar on stderr, where that is a terminal, with the share of right responses so far."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[right]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[right]}"))
     done: list[bool] = []
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("responses", total=total, right="")
 
         def advance(responses: Iterable[Response]) -> None:

@@ -22,6 +22,7 @@ from attnrl.console import time_span
 from attnrl.errors import ConfigError
 from attnrl.iteration import Outcome
 from attnrl.launch.data import (
+    Say,
     evaluation_prompts,
     evaluation_records,
     evaluation_samples,
@@ -31,7 +32,7 @@ from attnrl.launch.data import (
 from attnrl.launch.forecast import GB, host_memory, memory, shape_of, work
 from attnrl.launch.models import check_engine, decoder, load_tokenizer, open_engine
 from attnrl.launch.parts import scoring_of, segmenting
-from attnrl.launch.training import Say, make_ready, say_plainly
+from attnrl.launch.training import make_ready, say_plainly
 from attnrl.launch.trying import Drawn, try_parts
 from attnrl.types import (
     Attempt,

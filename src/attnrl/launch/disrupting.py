@@ -38,13 +38,11 @@ from attnrl.types import (
     Ids,
     Prompt,
     Request,
-    Rollout,
     Sampling,
     ScoreRequest,
     Scores,
     Scoring,
     Step,
-    Verdict,
 )
 
 if TYPE_CHECKING:
@@ -162,7 +160,8 @@ def run_chunk(jobs: Sequence[Job], shared: Experiment) -> list[dict[str, Any]]:
         ]
         for row in drawn
     ]
-    verdicts = grade_all([(i, r.ids, r) for i, r in enumerate(originals)] + whole[0] + whole[1], jobs, shared)
+    responses = [*((i, r.ids, r) for i, r in enumerate(originals)), *whole[0], *whole[1]]
+    verdicts = shared.grade([Attempt.of(jobs[i][1], ids, r.finish, shared.decode) for i, ids, r in responses])
     first, intact, disrupted = (verdicts[: len(jobs)], verdicts[len(jobs) :][: len(spots)], verdicts[-len(spots) :])
     lines: list[dict[str, Any]] = [
         {"response": number, "prompt": p.uid, "tokens": len(r.ids), "steps": len(s), "right": v.right, "trials": []}
@@ -180,11 +179,6 @@ def choices(job: Job, steps: Sequence[Step], scores: Scores) -> dict[str, int]:
     """The step of each type to hide; drawn by the response's own number."""
     entropy = step_means(scores.entropy, [step.start for step in steps])
     return choose_steps(scores.fci.tolist(), entropy, steps, np.random.default_rng(job[2]))
-
-
-def grade_all(items: Sequence[tuple[int, Ids, Rollout]], jobs: Sequence[Job], shared: Experiment) -> list[Verdict]:
-    """The verdicts of whole responses: (job, response, the rollout that ended it)."""
-    return shared.grade([Attempt.of(jobs[i][1], ids, rollout.finish, shared.decode) for i, ids, rollout in items])
 
 
 def _settings(config: Config, prompts: Mapping[str, Sequence[Prompt]], samples: Mapping[str, int]) -> dict[str, Any]:

@@ -48,7 +48,6 @@ def evaluate(
     output: str | Path | None = None,
     seed: int = 0,
     chunk: int = 512,
-    progress: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """pass@1 and pass@k of a model with intervals; without a `config`, by the settings it was trained with, or the
@@ -90,7 +89,6 @@ def evaluate(
                 "grade_truncated": config.algo.grade_truncated,
             },
             chunk=chunk,
-            progress=progress,
         )
 
 
@@ -148,7 +146,7 @@ def build_evaluate(config: Config, prompts: Mapping[str, Sequence[Prompt]], back
     asked = asked_for(config)
 
     def after(iteration: int) -> dict[str, float]:
-        report = measure(backend, prompts, decode=parts.decode, grade=parts.grade, **asked, progress=True)
+        report = measure(backend, prompts, decode=parts.decode, grade=parts.grade, **asked)
         backend.metrics()  # what the evaluation cost is not the next iteration's
         parts.graded()
         return report.metrics()

@@ -1,4 +1,4 @@
-"""The score view of responses that `attnrl.score` scored, with the step-to-step attention of the head that decides."""
+"""Maps of responses that `attnrl.score` scored: the step-to-step attention of the head that decides. Paper: Fig. 2."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnrl.analysis.score_page import HeadMap, build_score_page, response_page
+from attnrl.analysis.score_page import HeadMap
 from attnrl.types import ScoreRequest, Scores, Scoring
 
 if TYPE_CHECKING:
     from attnrl.backend import Backend
-    from attnrl.launch.scoring import Scored
-
-
-def score_page(model: str, scored: Sequence[Scored], names: Sequence[str], delta: int) -> str:
-    """The HTML page of these responses, each with its map. Paper: Fig. 2."""
-    rows = zip(names, scored, strict=True)
-    return build_score_page(model, [response_page(name, one.text, one.steps, one.map) for name, one in rows], delta)
 
 
 def head_maps(

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnrl.algo.parts import find, listed, near
+from attnrl.algo.parts import find
 from attnrl.config import Config, check_options
-from attnrl.errors import ConfigError, MissingFileError
+from attnrl.errors import ConfigError, MissingFileError, listed, near
 from attnrl.run import Run
 from attnrl.types import Ids
 

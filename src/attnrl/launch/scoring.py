@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from attnrl.algo.intervals import rank_correlation
 from attnrl.algo.promises import points_by
 from attnrl.algo.reasons import declared_by, step_reasons
 from attnrl.analysis.score_page import HeadMap
@@ -128,7 +129,7 @@ def encode(where: str, row: Row, tokenizer: Any, config: Config, *, chat: bool, 
     if prompt is None and texts["prompt"] is not None:
         prompt = _prompt_ids(texts["prompt"], tokenizer, chat)
     if prompt is None and texts["problem"] is not None:
-        prompt = _problem_ids(texts["problem"], tokenizer, config)
+        prompt = _problem_ids(texts["problem"], tokenizer, **wording(config))
     if response is None and texts["response"] is not None:
         response = tokenizer(texts["response"], add_special_tokens=False)["input_ids"]
     found = []
@@ -173,18 +174,15 @@ def _prompt_ids(text: str, tokenizer: Any, chat: bool) -> list[int]:
         return ids
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("--chat: this model's tokenizer has no chat template; leave the flag out")
-    message = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    return ids
+    return _problem_ids(text, tokenizer, template="{problem}")
 
 
-def _problem_ids(problem: str, tokenizer: Any, config: Config) -> list[int]:
+def _problem_ids(problem: str, tokenizer: Any, **words: Any) -> list[int]:
     from attnrl.data.prompts import render_prompts
     from attnrl.data.records import Record
 
     record = Record(problem, ("",), "", ":1")
-    (prompt,), _ = render_prompts([record], tokenizer, max_prompt_tokens=2**31 - 1, **wording(config))
+    (prompt,), _ = render_prompts([record], tokenizer, max_prompt_tokens=2**31 - 1, **words)
     ids: list[int] = prompt.ids.tolist()
     return ids
 
@@ -237,8 +235,6 @@ def position_correlations(scored: Sequence[Scored], delta: int) -> tuple[float, 
     The last steps have score 0 by definition: nothing follows at distance delta. They are left out, and so are
     responses with fewer than three steps left.
     """
-    from attnrl.scoring import rank_correlation
-
     with_position, with_null = [], []
     for one in scored:
         count = len(one.steps) - delta

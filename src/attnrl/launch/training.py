@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from attnrl.config import Config, check_taken, load_config
 from attnrl.console import console_line
 from attnrl.errors import ConfigError, MissingFileError
 from attnrl.launch.data import (
+    Say,
     evaluation_prompts,
     evaluation_records,
     evaluation_samples,
@@ -47,13 +47,7 @@ if TYPE_CHECKING:
     from attnrl.backend import Backend
     from attnrl.reward import Rewards
 
-Say = Callable[[str], None]
-
-
-def say_plainly(text: str) -> None:
-    """A line on standard output, at once."""
-    sys.stdout.write(text.rstrip("\n") + "\n")
-    sys.stdout.flush()
+say_plainly = partial(print, flush=True)
 
 
 @dataclass(frozen=True, slots=True)

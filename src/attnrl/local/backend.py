@@ -73,7 +73,8 @@ class LocalBackend:
         self.tokenizer = tokenizer
         self.version = 0
         self.device = next(model.parameters()).device
-        self.sampler: Draws = sampler or Sampler(plain(model), stop_ids=stop_token_ids(model, tokenizer))
+        stop_ids = stop_token_ids(model.generation_config, tokenizer)
+        self.sampler: Draws = sampler or Sampler(plain(model), stop_ids=stop_ids)
         self.learner = learner
         self.score_tokens = score_tokens  # per scoring forward; changes no result
         self.scored = ScoreReport()  # since the last call of `metrics`
@@ -99,8 +100,7 @@ class LocalBackend:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of what sampler, scorer and device did since the last call of this; they start anew."""
-        metrics = {k: float(v) for k, v in self.scored.metrics().items() if not isinstance(v, str)}
-        metrics |= self.sampler.metrics()
+        metrics = self.scored.metrics() | self.sampler.metrics()
         self.scored = ScoreReport()
         if self.device.type == "cuda":
             metrics["device/peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
@@ -197,14 +197,14 @@ def build(config: Config, *, model: str, tokenizer: Any, learn: bool = True) -> 
 
 def build_sampler(config: Config, model: Any, tokenizer: Any) -> Draws:
     """The sampler that `engine.local.sampler` names; auto is our own, which docs/performance.md compares with vLLM."""
-    local = config.engine.local
+    local, stop_ids = config.engine.local, stop_token_ids(model.generation_config, tokenizer)
     if local.sampler == "vllm":
         training = config.data.max_prompt_tokens + config.sampling.max_response_tokens
         evaluating = config.evaluation.max_prompt_tokens + config.evaluation.max_response_tokens
         most = getattr(model.config, "max_position_embeddings", None) or training
         longest = max(training, min(evaluating, most))
-        return VllmSampler(model, stop_ids=stop_token_ids(model, tokenizer), longest=longest, rows=local.rows)
-    return Sampler(plain(model), stop_ids=stop_token_ids(model, tokenizer), rows=local.rows)
+        return VllmSampler(model, stop_ids=stop_ids, longest=longest, rows=local.rows)
+    return Sampler(plain(model), stop_ids=stop_ids, rows=local.rows)
 
 
 def build_learner(config: Config, model: Any) -> Learner:

@@ -39,7 +39,7 @@ def continue_without(
     so that the attention to the other positions still sums to 1.
     """
     check_sampling(sampling)
-    stops = stop_token_ids(model, tokenizer)
+    stops = stop_token_ids(model.generation_config, tokenizer)
     order = sorted(range(len(requests)), key=lambda i: -len(requests[i].context))  # rows of a batch are alike in length
     found: dict[int, Rollout] = {}
     with torch.no_grad():

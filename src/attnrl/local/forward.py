@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnrl.attention.decoder import evaluating
+from attnrl.attention.decoder import evaluating, vocabulary_of
 from attnrl.attention.interface import Layer, attending
 from attnrl.attention.layout import prefill_attention, query_blocks
 from attnrl.attention.paged import has_kernels
@@ -125,7 +125,7 @@ class Forward:
         """Keeps the fused forward if it gives the model's own logits on a short text."""
         most = getattr(self.model.config, "max_position_embeddings", None) or _TEXT
         count = min(_TEXT, most)
-        vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
+        vocabulary = vocabulary_of(self.model)
         positions = torch.arange(count, device=self.device)
         tokens = positions * 7919 % vocabulary
         pool = PagePool(layers, pages_for(count) + 1, dtype, self.device)

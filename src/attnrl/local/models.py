@@ -75,12 +75,6 @@ def check_reachable(name: str) -> None:
         )
 
 
-def load_model(name_or_path: str | Path, *, device: str = "auto", dtype: str = "auto") -> tuple[Any, Any]:
-    """(model, tokenizer) by directory or hub name; see `load_weights`."""
-    name = check_model_path(name_or_path)
-    return load_weights(name, device=device, dtype=dtype), load_tokenizer(name)
-
-
 def load_weights(name_or_path: str | Path, *, device: str = "auto", dtype: str = "auto") -> Any:
     """The model by directory or hub name, on the device, in eval mode and without dropout.
 

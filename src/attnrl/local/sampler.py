@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnrl.attention.decoder import lone_from
+from attnrl.attention.decoder import lone_from, vocabulary_of
 from attnrl.attention.interface import attending
 from attnrl.attention.pages import LayerShape
-from attnrl.errors import ConfigError, DataError
+from attnrl.backend import check_requests
+from attnrl.errors import ConfigError
 from attnrl.local.batch import PagedBatch
 from attnrl.local.draw import check_sampling
 from attnrl.local.forward import ProbeAttention, Setup, sampling_mode
@@ -30,6 +31,9 @@ from attnrl.local.rows import RowTable
 from attnrl.local.slots import SlotBatch
 from attnrl.local.stats import SamplerStats
 from attnrl.types import Request, Rollout, Sampling
+
+POSITIONS = "the model's max_position_embeddings = {}: lower the response limit"
+ROPE = "{}, where the model's rotary embedding changes for a whole batch: lower the response limit"
 
 
 class Batch(Protocol):
@@ -53,7 +57,7 @@ class Sampler:
     GiB on CPU, half the free memory on CUDA) would not hold them at full length. `paged`: keys and values in pages
     (default: on CUDA). With pages, `check_every` decode steps lie between two looks for finished rows (default 16 on
     CUDA, where a look waits for the device, 1 on CPU), and `cuda_graphs` replays them as graphs (default: on CUDA).
-    None of these changes what is drawn. Cache and graphs are kept between calls; `release()` frees them.
+    None of these changes what is drawn. Cache and graphs are kept between calls; `close()` frees them.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class Sampler:
         self.model = model
         self.device: torch.device = parameter.device
         cuda = self.device.type == "cuda"
-        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self.vocabulary = vocabulary_of(model)
         self.rows = (1024 if cuda else 256) if rows is None else rows
         look = (16 if cuda else 1) if check_every is None else check_every
         prefill = (16384 if cuda else 8192) if prefill_tokens is None else prefill_tokens
@@ -104,17 +108,14 @@ class Sampler:
         self.batch.rest()
 
     def close(self) -> None:
-        """The sampler is not used any more."""
-        self.release()
-
-    def release(self) -> None:
-        """Frees the cache and the graphs; the next call allocates them again."""
+        """Frees the cache and the graphs; a later call allocates them again."""
         self.batch.release()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, *, version: int) -> list[Rollout]:
         """One rollout per request, in order, marked with the policy version."""
         check_sampling(sampling)
-        self._check_requests(requests)
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        check_requests(requests, self.vocabulary, {POSITIONS: positions, ROPE: lone_from(self.model)})
         self.stats = stats = SamplerStats(requests=len(requests))
         if not requests:
             return []
@@ -154,29 +155,3 @@ class Sampler:
             one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
             self.model(input_ids=one, position_ids=one, use_cache=False)
         return probe.layers(), probe.dtype
-
-    def _check_requests(self, requests: Sequence[Request]) -> None:
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        rope = lone_from(self.model)
-        for i, request in enumerate(requests):
-            context = request.context
-            if request.max_tokens < 1:
-                raise ConfigError(f"request {i}: max_tokens = {request.max_tokens}: must be at least 1")
-            if len(context) == 0:
-                raise DataError(f"request {i}: empty context: give it at least one token, such as the start token")
-            if int(np.min(context)) < 0 or int(np.max(context)) >= self.vocabulary:
-                worst = int(np.min(context)) if int(np.min(context)) < 0 else int(np.max(context))
-                raise DataError(
-                    f"request {i}: token id {worst} is outside the model's vocabulary of {self.vocabulary} tokens: "
-                    "tokenize with the model's own tokenizer"
-                )
-            if limit is not None and len(context) + request.max_tokens > limit:
-                raise ConfigError(
-                    f"request {i}: {len(context)} context tokens and max_tokens = {request.max_tokens} exceed the "
-                    f"model's max_position_embeddings = {limit}: lower the response limit"
-                )
-            if rope is not None and len(context) + request.max_tokens > rope:
-                raise ConfigError(
-                    f"request {i}: {len(context)} context tokens and max_tokens = {request.max_tokens} exceed {rope}, "
-                    "where the model's rotary embedding changes for a whole batch: lower the response limit"
-                )

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from attnrl.attention.decoder import vocabulary_of
+from attnrl.backend import check_requests
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.local.draw import check_sampling
 from attnrl.local.models import is_lora
@@ -47,14 +49,12 @@ class VllmSampler:
         stop_ids: Sequence[int],
         longest: int,
         rows: int | None = None,
-        memory: float = MEMORY,
         library: Any = None,
     ) -> None:
         self.model = model
         self.stop_ids = [int(stop) for stop in stop_ids]
         self.longest = longest
         self.rows = 1024 if rows is None else rows
-        self.memory = memory
         self.stats = SamplerStats()
         check_range(model, None if library is None else library.__version__)
         self._library = library
@@ -68,7 +68,7 @@ class VllmSampler:
     def generate(self, requests: Sequence[Request], sampling: Sampling, *, version: int) -> list[Rollout]:
         """One rollout per request, in order, marked with the policy version; a dead engine is built again once."""
         check_sampling(sampling)
-        self._check_requests(requests)
+        check_requests(requests, vocabulary_of(self.model), {"the {} tokens that vLLM was started for": self.longest})
         self.stats = stats = SamplerStats(requests=len(requests), rows=self.rows)
         if not requests:
             return []
@@ -105,10 +105,6 @@ class VllmSampler:
         totals = dict(self._totals)
         self._totals = dict.fromkeys(totals, 0.0)
         return totals
-
-    def release(self) -> None:
-        """Gives back device memory until the next call."""
-        self.rest()
 
     def close(self) -> None:
         """The sampler is not used any more."""
@@ -150,7 +146,7 @@ class VllmSampler:
             dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."),
             max_model_len=self.longest,
             max_num_seqs=self.rows,
-            gpu_memory_utilization=self.memory,
+            gpu_memory_utilization=MEMORY,
             enable_prefix_caching=True,
             enable_sleep_mode=True,
             logprobs_mode="processed_logprobs",  # of the distribution drawn from: temperature and cuts included
@@ -177,14 +173,6 @@ class VllmSampler:
             "detokenize": False,
         }
         return self._library.SamplingParams(**values)
-
-    def _check_requests(self, requests: Sequence[Request]) -> None:
-        for i, request in enumerate(requests):
-            if len(request.context) + request.max_tokens > self.longest:
-                raise ConfigError(
-                    f"request {i}: {len(request.context)} context tokens and max_tokens = {request.max_tokens} exceed "
-                    f"the {self.longest} tokens that vLLM was started for"
-                )
 
     @staticmethod
     def _deaths() -> tuple[type[Exception], ...]:

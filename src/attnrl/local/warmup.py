@@ -25,7 +25,8 @@ from attnrl.local.examples import Example, Examples, Recipe, Source, lay_out
 from attnrl.local.models import (
     DTYPES,
     check_model_path,
-    load_model,
+    load_tokenizer,
+    load_weights,
     pick_device,
     pick_dtype,
     quiet,
@@ -139,7 +140,7 @@ class Warmup:
             weight_decay=options.weight_decay,
             clip_norm=options.clip_norm,
         )
-        self.sampler = Sampler(self.model, stop_ids=stop_token_ids(self.model, self.tokenizer))
+        self.sampler = Sampler(self.model, stop_ids=stop_token_ids(self.model.generation_config, self.tokenizer))
         self.held_out = self.source.held_out(options.evaluation_tasks)
         if options.target_accuracy is not None and all(e.answer is None for e in self.held_out):
             raise ConfigError("target_accuracy: no held-out response states an answer in a \\boxed{} or after ####")
@@ -307,7 +308,8 @@ def prepare_warmup(
     passes = options.microbatch_tokens or MICROBATCH_TOKENS[kind]
     options = options.model_copy(update={"batch_tokens": tokens, "microbatch_tokens": passes})
     if model is not None:
-        loaded, tokenizer = load_model(check_model_path(model), device=str(target), dtype=dtype)
+        path = check_model_path(model)
+        loaded, tokenizer = load_weights(path, device=str(target), dtype=dtype), load_tokenizer(path)
     else:
         from attnrl.data.task_tokenizer import task_tokenizer
 

@@ -7,9 +7,9 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from attnrl.algo.parts import bind, check_call, find
@@ -34,7 +34,7 @@ class Entry:
     runner: Runner
 
 
-class Rewards:
+class Rewards(AbstractContextManager["Rewards"]):
     """The weighted sum of some rewards. A context manager; workers start with the first attempt that needs one.
 
     A response cut off by the length limit earns 0 from every reward that does not declare to see such ones.
@@ -57,12 +57,7 @@ class Rewards:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._seen: defaultdict[str, list[float]] = defaultdict(list)
 
-    def __enter__(self) -> Rewards:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(wait=kind is None)
 
     def close(self, *, wait: bool = True) -> None:
@@ -133,7 +128,7 @@ class Rewards:
             self._sums[f"{name}_errors"] += len(errors)
             self._sums[f"seconds/reward_{entry.label}"] += seconds
             for error in errors:
-                self._sums[f"reward/error_{error_kind(error)}"] += 1
+                self._sums[f"reward/error_{error.partition(':')[0]}"] += 1
 
     @property
     def takes(self) -> set[str]:
@@ -149,15 +144,6 @@ class Rewards:
             sums, self._sums = dict(self._sums), defaultdict(float)
             seen, self._seen = dict(self._seen), defaultdict(list)
         return {**{name: sum(values) / len(values) for name, values in seen.items()}, **sums}
-
-
-def error_kind(error: str) -> str:
-    """The kind of an error: what stands before its message.
-
-    >>> error_kind("ValueError: no such column"), error_kind("empty_gold")
-    ('ValueError', 'empty_gold')
-    """
-    return error.partition(":")[0]
 
 
 def build_rewards(

@@ -5,7 +5,7 @@
 
 from attnrl.attention.paths import attention_kind, packed_attention, packed_positions
 from attnrl.scoring.fci import fci, position_null
-from attnrl.scoring.scorer import ScoreReport, rank_correlation, score
+from attnrl.scoring.scorer import ScoreReport, score
 
 __all__ = [
     "ScoreReport",
@@ -14,6 +14,5 @@ __all__ = [
     "packed_attention",
     "packed_positions",
     "position_null",
-    "rank_correlation",
     "score",
 ]

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from attnrl.algo import position
-from attnrl.attention.decoder import body_of, evaluating
+from attnrl.attention.decoder import body_of, evaluating, vocabulary_of
 from attnrl.attention.paths import Collector, PathAttention, masked_scores, packed_attention, packed_positions
+from attnrl.backend import check_ids
 from attnrl.errors import ConfigError, DataError
 from attnrl.scoring.plan import KeyReduce, Plan, Span, make_plan
 from attnrl.types import Floats, Step
@@ -154,7 +155,7 @@ def fci(
     rows = [_as_row(ids, index) for index, ids in enumerate([input_ids] if single else input_ids)]
     if not rows:
         return []
-    check_ids(model, rows, "sequence")
+    check_ids(rows, vocabulary_of(model), "sequence")
     spans: list[Sequence[Span]] = [step_spans] if single else list(step_spans)
     if len(spans) != len(rows):
         raise DataError(f"{len(rows)} sequences but {len(spans)} lists of step spans")
@@ -202,17 +203,6 @@ def _as_row(ids: Any, index: int) -> NDArray[np.int64]:
     if row.ndim != 1 or not row.size or row.dtype.kind not in "iu":
         raise DataError(f"sequence {index}: token ids must be a non-empty list of integers")
     return row.astype(np.int64)
-
-
-def check_ids(model: torch.nn.Module, rows: Sequence[NDArray[Any]], name: str) -> None:
-    """Raise where a token id is outside the model's vocabulary; on a GPU it would end the process."""
-    inner: Any = model
-    size = int(inner.get_input_embeddings().weight.shape[0])
-    for index, row in enumerate(rows):
-        low, high = int(row.min()), int(row.max())
-        if low < 0 or high >= size:
-            wrong = low if low < 0 else high
-            raise DataError(f"{name} {index}: token id {wrong} is outside the model's vocabulary of {size} tokens")
 
 
 def position_null(

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from attnrl.attention.decoder import check_head, lone_from
+from attnrl.attention.decoder import check_head, lone_from, vocabulary_of
 from attnrl.attention.trie import bins_by_budget
+from attnrl.backend import check_ids
 from attnrl.errors import DataError
 from attnrl.scoring.entropy import logprobs_and_entropy
-from attnrl.scoring.fci import Sums, check_ids, make_sums, run_body, split_steps
+from attnrl.scoring.fci import Sums, make_sums, run_body, split_steps
 from attnrl.scoring.plan import KeyReduce, make_plan
 from attnrl.types import ScoreRequest, Scores, Scoring
 
@@ -40,6 +40,17 @@ class ScoreReport:
     packs: int = 0
     attention_kinds: set[str] = field(default_factory=set)
     fci_kinds: set[str] = field(default_factory=set)
+
+    def add(self, ranks: Sequence[ScoreReport]) -> None:
+        """Take in what ranks did at the same time: the work of all, the time of the slowest."""
+        for rank in ranks:
+            self.tokens += rank.tokens
+            self.packs += rank.packs
+            self.attention_kinds |= rank.attention_kinds
+            self.fci_kinds |= rank.fci_kinds
+        slowest = max(ranks, key=lambda rank: rank.seconds)
+        self.seconds += slowest.seconds
+        self.fci_seconds += slowest.fci_seconds
 
     @property
     def overhead(self) -> float:
@@ -105,7 +116,9 @@ def score(
     time. Each response is scored as if alone. With `fci=False` every step scores 0 and nothing is captured.
     Paper: Eq. 4-6.
     """
-    _check(model, requests, temperature)
+    check_requests(requests, vocabulary_of(model), temperature)
+    if requests:
+        check_head(model)
     lengths = [len(r.prompt) + len(r.response) for r in requests]
     report = report if report is not None else ScoreReport()
     asked = Scoring(fci, delta, key_reduce, temperature)
@@ -119,8 +132,8 @@ def score(
     return [scores for scores in results if scores is not None]
 
 
-def check_requests(requests: Sequence[ScoreRequest], temperature: float) -> None:
-    """Raise on requests that no model can score, naming the first."""
+def check_requests(requests: Sequence[ScoreRequest], vocabulary: int, temperature: float) -> None:
+    """Raise on requests that a model of this vocabulary cannot score, naming the first."""
     if not temperature > 0:
         raise DataError(f"temperature must be above 0 to score log-probs; got {temperature}")
     for index, request in enumerate(requests):
@@ -133,15 +146,8 @@ def check_requests(requests: Sequence[ScoreRequest], temperature: float) -> None
                     f"request {index}: step ({step.start}, {step.stop}) must be non-empty, after the step before it "
                     f"(ends at {before}) and within the {len(request.response)} response tokens"
                 )
-
-
-def _check(model: torch.nn.Module, requests: Sequence[ScoreRequest], temperature: float) -> None:
-    """Raise on bad input, naming the request, before anything runs."""
-    check_requests(requests, temperature)
-    check_ids(model, [r.prompt for r in requests], "prompt of request")
-    check_ids(model, [r.response for r in requests], "response of request")
-    if requests:
-        check_head(model)
+    check_ids([r.prompt for r in requests], vocabulary, "prompt of request")
+    check_ids([r.response for r in requests], vocabulary, "response of request")
 
 
 def _score_pack(
@@ -191,19 +197,3 @@ def _timed(sums: Sums | None, clock: _Clock) -> Callable[..., None] | None:
             collect(q_THD, k_TKD, lse_HT, **shape)
 
     return collector
-
-
-def rank_correlation(a: NDArray[Any], b: NDArray[Any]) -> float:
-    """Spearman's rank correlation, ties by mean rank; nan where one side is constant.
-
-    >>> rank_correlation(np.array([1.0, 2.0, 3.0]), np.array([3.0, 2.0, 1.0]))
-    -1.0
-    """
-    ranks = []
-    for values in (np.asarray(a), np.asarray(b)):
-        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-        ends = np.cumsum(counts)
-        ranks.append(((ends - counts + ends + 1) / 2.0)[inverse])
-    x, y = (r - r.mean() for r in ranks)
-    scale = np.sqrt((x * x).sum() * (y * y).sum())
-    return float(np.round((x * y).sum() / scale, 12)) if scale > 0 else float("nan")

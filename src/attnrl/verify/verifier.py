@@ -11,9 +11,9 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.progress import track
@@ -43,7 +43,7 @@ def _new_locks() -> None:
 os.register_at_fork(after_in_child=_new_locks)
 
 
-class Verifier:
+class Verifier(AbstractContextManager["Verifier"]):
     """Grades answers: rules in the calling process, the symbolic grader in worker processes.
 
     A context manager. Workers start with the first answer that needs one. Safe to use from threads, from asyncio
@@ -85,12 +85,7 @@ class Verifier:
     def __reduce__(self) -> tuple[type[Verifier], tuple[Any, ...]]:
         return Verifier, (self.workers, self.timeout, self.memory_mb, self.max_chars, self.disagreements)
 
-    def __enter__(self) -> Verifier:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(wait=kind is None)
 
     def close(self, *, wait: bool = True) -> None:

@@ -9,28 +9,33 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
-from uuid import uuid4
 
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import RayError
-from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
+from attnrl.backend import check_ids, check_requests
 from attnrl.config import Config
-from attnrl.errors import AttnRLError, ConfigError, DataError, MissingFileError, TrainingError
+from attnrl.data.texts import stop_token_ids
+from attnrl.errors import AttnRLError, ConfigError, MissingFileError, TrainingError
 from attnrl.policy.passes import minibatches
 from attnrl.policy.rates import Counters, learning_rate
-from attnrl.scoring.scorer import ScoreReport, check_requests
+from attnrl.scoring import scorer
+from attnrl.scoring.scorer import ScoreReport
 from attnrl.types import Ids, Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
 from attnrl.verl_engine import settings, worker
-from attnrl.verl_engine.arrival import Arrival, Checksum
+from attnrl.verl_engine.arrival import Arrival
 from attnrl.verl_engine.servers import Servers
 from attnrl.verl_engine.session import Session
 from attnrl.verl_engine.sharded import together
 from attnrl.verl_engine.share import deal, share_packs
 from attnrl.verl_engine.watch import Watch
+
+SERVED = "the servers' {}; see data.max_prompt_tokens and sampling.max_response_tokens"
 
 
 def say(line: str) -> None:
@@ -79,7 +84,7 @@ class VerlBackend:
         self.session = Session()
         with self._phase("start"):
             role = "actor_rollout_ref" if learn and self.options.kl_weight > 0 else "actor_rollout"
-            self._start(role, settings.stop_ids(model, tokenizer), run_dir)
+            self._start(role, run_dir)
 
     # ---- the verbs
 
@@ -91,27 +96,28 @@ class VerlBackend:
         """What gives the rollouts: drawn meanwhile by servers on GPUs of their own, drawn already by others."""
         if not requests:
             return list
-        self._check_requests(requests)
+        check_requests(requests, self.vocabulary, {SERVED: self.config.actor_rollout_ref.rollout.max_model_len})
         if self.servers.held != self.version:
             self._sync(requests[0].context[:256])
         with self._phase("generate"):
-            if not self.servers.apart:
-                rollouts = self.servers.draw(requests, sampling)
-                return lambda: rollouts
             drawing = self.servers.begin(requests, sampling)
-        return lambda: self._wait(drawing)
+        if self.servers.apart:
+            return lambda: self._wait(drawing)
+        rollouts = self._wait(drawing)
+        return lambda: rollouts
 
     def score(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
         """Log-probs, entropy and FCI, each rank over its share. Paper: Eq. 4-6."""
-        self._check_scored(requests, scoring)
+        scorer.check_requests(requests, self.vocabulary, scoring.temperature)
         self._sleep()
-        return self._score(requests, scoring)
+        return self._score(requests, scoring, self.scored)
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One pass over the samples in the local engine's minibatches; token-mean over all ranks. Paper: Eq. 1."""
         if not self.learns:
             raise ConfigError("this engine was started without a learner: it can sample and score, not train")
-        self._check_ids([x for s in samples for x in (s.prompt, s.response)], "sample")
+        check_ids([s.prompt for s in samples], self.vocabulary, "prompt of sample")
+        check_ids([s.response for s in samples], self.vocabulary, "response of sample")
         self._sleep()
         plan = minibatches(samples, self.options, seed=self.seed, version=self.version)
         shares: list[list[Any]] = [[] for _ in range(self.ranks)]
@@ -124,7 +130,7 @@ class VerlBackend:
             found = self._call(worker.update, shares, self.options, self.temperature, self.counters)
             metrics, self.counters = together([part for part, _ in found]), found[0][1]
             if metrics.norms:
-                self.arrival.updated(self._checksum(), update=self.version + 1, lr=lr)
+                self.arrival.updated(self._call(worker.checksum, self.dtype)[0], update=self.version + 1, lr=lr)
         self.version += 1
         return metrics.summary(lr=learning_rate(self.options, self.counters.updates), samples=sum(map(len, plan)))
 
@@ -145,7 +151,7 @@ class VerlBackend:
         self._sleep()
         with self._phase("load"):
             self._call(worker.load, str(path.absolute()))
-            self.arrival.loaded(self._checksum())
+            self.arrival.loaded(self._call(worker.checksum, self.dtype)[0])
         self.servers.held = None
         self.version, self.counters = state["version"], Counters(**state["counters"])
 
@@ -167,7 +173,7 @@ class VerlBackend:
 
     # ---- servers and ranks
 
-    def _start(self, role: str, stop_ids: Sequence[int], run_dir: Path | None) -> None:
+    def _start(self, role: str, run_dir: Path | None) -> None:
         """Ray, the worker group, and the servers."""
         config = self.config
         if not ray.is_initialized():
@@ -181,16 +187,15 @@ class VerlBackend:
                 f"engine.verl: nodes x gpus_per_node + server_gpus asks for {self.ranks + self.server_gpus} GPUs, the "
                 f"Ray cluster has {have}"
             )
-        spec = {"pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
-        pools = ResourcePoolManager(resource_pool_spec=spec, mapping={role: "pool"})
-        pools.create_resource_pool()
-        pool = pools.get_resource_pool(role)
+        machines = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
+        pool = RayResourcePool(process_on_nodes=machines, max_colocate_count=3, name_prefix="pool")
         made = RayClassWithInitArgs(cls=ray.remote(worker.Worker), config=config.actor_rollout_ref, role=role)
         self.workers = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name=config.trainer.device)
         hosts = self._look(run_dir)
-        self.vocabulary, self.shares = self._call(worker.start, self.options)[0]
+        self.vocabulary, self.shares, generation = self._call(worker.start, self.options)[0]
+        stop_ids = stop_token_ids(generation, self.tokenizer)
         self.servers = Servers(config, self.workers, pool, stop_ids, apart=self.server_gpus > 0)
-        self.arrival = Arrival(self.dtype, self._checksum())
+        self.arrival = Arrival(self.dtype, self._call(worker.checksum, self.dtype)[0])
         say(f"{self.ranks} ranks on {len(hosts)} machines, {len(self.servers.handles)} servers, {self.dtype}")
 
     def _look(self, run_dir: Path | None) -> set[str]:
@@ -199,12 +204,8 @@ class VerlBackend:
         paths = [model] if model.is_dir() else []
         if run_dir is None:
             return self._seen(paths)
-        mark = run_dir / f".seen-{uuid4().hex}"
-        mark.touch()
-        try:
-            return self._seen([mark, *paths])
-        finally:
-            mark.unlink()
+        with NamedTemporaryFile(dir=run_dir, prefix=".seen-") as mark:
+            return self._seen([Path(mark.name), *paths])
 
     def _seen(self, paths: Sequence[Path]) -> set[str]:
         answers = self._call(worker.look, tuple(str(path.absolute()) for path in paths))
@@ -232,8 +233,7 @@ class VerlBackend:
         """What each rank answers. An argument that is a list has an entry per rank; others are the same for all."""
         rows = [[a[rank] if isinstance(a, list) else a for a in arguments] for rank in range(self.ranks)]
         every = [verb] * self.ranks, rows, [self.watch.limit_s] * self.ranks
-        found: list[Any] = ray.get(self.workers.attnrl(*every))
-        return found
+        return list(ray.get(self.workers.attnrl(*every)))
 
     def _sync(self, context: Ids) -> None:
         """Servers get the weights of the ranks and answer the probe: the first context that a run asks for."""
@@ -263,55 +263,21 @@ class VerlBackend:
         drawn, self.drawn = self.drawn, []
         if drawn and self.arrival.probe is not None:
             asked = [ScoreRequest(self.arrival.probe, d.ids, ()) for d in drawn]
-            scored, self.scored = self.scored, ScoreReport()
-            scores = self._score(asked, Scoring(fci=False))
-            self.scored = scored  # the probe is no part of the iteration's work
+            scores = self._score(asked, Scoring(fci=False), ScoreReport())  # no part of the iteration's work
             with self._phase("sync"):
                 self.logprob_gap = max(self.logprob_gap, self.arrival.arrived(drawn, scores))
 
-    def _checksum(self) -> Checksum:
-        found: Checksum = self._call(worker.checksum, self.dtype)[0]
-        return found
-
-    def _score(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
+    def _score(self, requests: Sequence[ScoreRequest], scoring: Scoring, report: ScoreReport) -> list[Scores]:
         shares = deal([len(r.prompt) + len(r.response) for r in requests], self.ranks)
         mine = [[requests[i] for i in share] for share in shares]
         with self._phase("score"):
             found = self._call(worker.score, mine, scoring, self.budget)
         scores: list[Any] = [None] * len(requests)
-        for share, (part, report) in zip(shares, found, strict=True):
+        for share, (part, _) in zip(shares, found, strict=True):
             for index, one in zip(share, part, strict=True):
                 scores[index] = one
-            self.scored.tokens += report.tokens
-            self.scored.packs += report.packs
-            self.scored.attention_kinds |= report.attention_kinds
-            self.scored.fci_kinds |= report.fci_kinds
-        slowest = max((report for _, report in found), key=lambda report: report.seconds)
-        self.scored.seconds += slowest.seconds
-        self.scored.fci_seconds += slowest.fci_seconds
+        report.add([rank for _, rank in found])
         return scores
-
-    # ---- checks
-
-    def _check_requests(self, requests: Sequence[Request]) -> None:
-        longest = self.config.actor_rollout_ref.rollout.max_model_len
-        for index, request in enumerate(requests):
-            if len(request.context) + request.max_tokens > longest:
-                raise ConfigError(
-                    f"request {index}: {len(request.context)} tokens of context and {request.max_tokens} to draw "
-                    f"exceed the servers' {longest}; see data.max_prompt_tokens and sampling.max_response_tokens"
-                )
-        self._check_ids([r.context for r in requests], "request")
-
-    def _check_scored(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> None:
-        check_requests(requests, scoring.temperature)
-        self._check_ids([x for r in requests for x in (r.prompt, r.response)], "scored request")
-
-    def _check_ids(self, rows: Sequence[Ids], name: str) -> None:
-        """An id outside the vocabulary would end one rank or server and leave the others waiting."""
-        for row in rows:
-            if not len(row) or int(row.min()) < 0 or int(row.max()) >= self.vocabulary:
-                raise DataError(f"a {name} is empty or holds a token id outside the vocabulary of {self.vocabulary}")
 
 
 def cause(error: BaseException) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from importlib import metadata
-from typing import Any
 
 from attnrl.errors import ConfigError, MissingExtraError
 
@@ -15,9 +14,7 @@ FROM, BELOW = (0, 9, 1), (0, 10)
 CONTRACT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("verl.trainer.constants_ppo:get_ppo_ray_runtime_env", ("config",)),
     ("verl.single_controller.base.decorator:register", ("dispatch_mode", "blocking")),
-    ("verl.single_controller.ray:ResourcePoolManager", ("resource_pool_spec", "mapping")),
-    ("verl.single_controller.ray:ResourcePoolManager.create_resource_pool", ()),
-    ("verl.single_controller.ray:ResourcePoolManager.get_resource_pool", ("role",)),
+    ("verl.single_controller.ray:RayResourcePool", ("process_on_nodes", "max_colocate_count", "name_prefix")),
     ("verl.single_controller.ray:RayClassWithInitArgs", ("cls", "args", "kwargs")),
     ("verl.single_controller.ray:RayWorkerGroup", ("resource_pool", "ray_cls_with_init", "kwargs")),
     ("verl.workers.rollout.llm_server:LLMServerManager", ("config", "worker_group", "rollout_resource_pool")),
@@ -51,18 +48,9 @@ def check_verl(contract: tuple[tuple[str, tuple[str, ...]], ...] = CONTRACT) -> 
     if not FROM <= numbers < BELOW:
         raise ConfigError(f"engine verl is written for verl >=0.9.1,<0.10; installed is {version}")
     for name, wanted in contract:
-        found = _find(name, version)
-        has = inspect.signature(found).parameters
+        try:
+            has = inspect.signature(pkgutil.resolve_name(name)).parameters
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"verl {version} has no usable {name}: {error}") from error
         if missing := [p for p in wanted if p not in has]:
             raise ConfigError(f"verl {version}: {name} takes no {missing[0]!r} (it takes {', '.join(has)})")
-
-
-def _find(name: str, version: str) -> Any:
-    module, _, path = name.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"verl {version} has no usable {name}: {error}") from error
-    return found

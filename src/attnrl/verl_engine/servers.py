@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 from uuid import uuid4
 
+import ray
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
@@ -35,9 +36,8 @@ class Servers:
         self.context_tokens = self.cached_tokens = self.syncs = 0  # since `metrics` was last asked
         self.begun: list[Future[list[Rollout]]] = []  # and not waited for yet
         self.sleep()  # at first they hold the model as it was loaded
-        if apart:
-            self.loop = asyncio.new_event_loop()
-            threading.Thread(target=self.loop.run_forever, daemon=True).start()  # ends with this process
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()  # ends with this process
 
     def sleep(self) -> None:
         """Give memory, and with it the weights, back to the ranks of the same GPUs."""
@@ -53,12 +53,8 @@ class Servers:
         self.held = version
         self.syncs += 1
 
-    def draw(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """A rollout of each request."""
-        return asyncio.run(self._ask(requests, sampling))
-
     def begin(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Rollout]]:
-        """The same, not waited for; on GPUs of their own alone."""
+        """A rollout of each request, to be waited for."""
         self.begun.append(asyncio.run_coroutine_threadsafe(self._ask(requests, sampling), self.loop))
         return self.begun[-1]
 
@@ -69,17 +65,9 @@ class Servers:
 
     def probe(self, context: Ids) -> list[Rollout]:
         """Each server's answer to a context, drawn at temperature 1 without truncation."""
-        parameters = self._parameters(Sampling(), TOKENS, SEED)
-
-        async def one(server: Any) -> Any:
-            return await server.generate.remote(
-                prompt_ids=context.tolist(), sampling_params=parameters, request_id=uuid4().hex
-            )
-
-        async def each() -> list[Any]:
-            return list(await asyncio.gather(*map(one, self.handles)))
-
-        return [self._rollout(answer) for answer in asyncio.run(each())]
+        asked = {"prompt_ids": context.tolist(), "sampling_params": self._parameters(Sampling(), TOKENS, SEED)}
+        answers = [server.generate.remote(**asked, request_id=uuid4().hex) for server in self.handles]
+        return [self._rollout(answer) for answer in ray.get(answers)]
 
     def metrics(self) -> dict[str, float]:
         """Since last asked."""

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from attnrl.config import Config
@@ -129,19 +128,6 @@ def check_servers(composed: Any, server_gpus: int) -> None:
             "engine.verl.server_gpus: verl sends weights by NCCL through cupy: pip install cupy-cuda12x, or the build "
             "for your CUDA"
         )
-
-
-def stop_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a response, as for the local engine, without loading the model."""
-    from transformers import GenerationConfig
-
-    from attnrl.data.texts import stop_token_ids
-
-    try:
-        generation = GenerationConfig.from_pretrained(model)
-    except OSError:
-        generation = None
-    return stop_token_ids(SimpleNamespace(generation_config=generation), tokenizer)
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from attnrl.attention.decoder import check_model
+from attnrl.attention.decoder import check_model, vocabulary_of
 from attnrl.config import UpdateConfig
 from attnrl.policy.metrics import UpdateMetrics
 from attnrl.policy.objective import objective
@@ -53,8 +53,8 @@ def look(worker: Worker, paths: Sequence[str]) -> tuple[str, list[str]]:
     return socket.gethostname(), [path for path in paths if not Path(path).exists()]
 
 
-def start(worker: Worker, options: UpdateConfig) -> tuple[int, bool]:
-    """Build the model as verl does: the size of its vocabulary, and whether prefixes are shared."""
+def start(worker: Worker, options: UpdateConfig) -> tuple[int, bool, Any]:
+    """Build the model as verl does: its vocabulary's size, whether prefixes are shared, and its generation config."""
     worker.init_model()
     engine = worker.actor.engine
     check_model(engine.module)
@@ -67,8 +67,8 @@ def start(worker: Worker, options: UpdateConfig) -> tuple[int, bool]:
         every, group = groups[0]["params"], groups[0]
         vectors = {**group, "params": [p for p in every if p.dim() < 2], "weight_decay": 0.0}
         groups[:] = [{**group, "params": [p for p in every if p.dim() >= 2]}, vectors]
-    vocabulary: int = engine.module.get_input_embeddings().weight.shape[0]
-    return vocabulary, Passes(options, objective(options)).shares(engine.module)
+    shares = Passes(options, objective(options)).shares(engine.module)
+    return vocabulary_of(engine.module), shares, engine.module.generation_config
 
 
 def score(
