@@ -50,7 +50,7 @@ TESTS: dict[str, list[str]] = {  # cheapest first
     "algo/statistics.py": ["tests/algo/test_statistics.py"],
     "algo/branching.py": ["tests/algo/test_branching.py", "tests/algo/test_parts.py", "tests/algo/test_reasons.py"],
     "algo/adaptive.py": ["tests/algo/test_adaptive.py", "tests/algo/test_parts.py"],
-    "backend.py": ["tests/test_iteration.py", "tests/test_overlap.py"],
+    "backend.py": ["tests/test_backend.py", "tests/test_iteration.py", "tests/test_overlap.py"],
     "iteration.py": LOOP,
     "schedules.py": LOOP,
     "verify/pool.py": ["tests/verify/test_workers.py"],

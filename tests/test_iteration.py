@@ -188,7 +188,11 @@ def replaced(**changes: Any) -> Callable[[list[Any]], list[Any]]:
         ("score", replaced(fci=lambda s: None), r"with FCI of shape \(\),"),
         ("score", replaced(logprobs=lambda s: s.logprobs * np.nan), "with log-probs of shape .*, not all finite"),
         ("score", replaced(logprobs=lambda s: s.logprobs[1:]), r"with log-probs of .* for each of \d+ tokens$"),
-        ("score", replaced(entropy=lambda s: s.entropy * np.inf), "with entropies of shape .*, not all finite"),
+        (
+            "score",
+            replaced(entropy=lambda s: s.entropy * np.inf),
+            r"with entropies of shape .*, not all finite .* \d+ tokens$",
+        ),
         ("update", lambda metrics: None, "update of the engine Broken must return a dict of numbers .* not NoneType"),
         ("update", lambda metrics: {"mine/word": "high"}, "a number for each name: 'mine/word' is 'high'"),
         ("metrics", lambda metrics: [1.0], "metrics of the engine Broken must return a dict of numbers .*, not list"),
