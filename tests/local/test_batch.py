@@ -134,7 +134,7 @@ def test_a_call_that_breaks_off_leaves_the_next_one_whole(monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         sampler.generate(requests, Sampling(), version=0)
     assert_same(expected, sampler.generate(requests, Sampling(), version=0))
-    sampler.release()
+    sampler.close()
     assert batch.pool is None
     assert_same(expected, sampler.generate(requests, Sampling(), version=0))
 

@@ -48,7 +48,7 @@ def test_a_batch_holds_whole_tasks_and_predicts_only_solutions(tmp_path: Path) -
     text = "".join(run.tokenizer.decode(e.prompt) + run.tokenizer.decode(e.solution) for e in examples)
     assert run.tokenizer.decode(batch.ids_T[: batch.tokens]) == text
     assert "".join(e.task.solution + "<eos>" for e in examples) == run.tokenizer.decode(batch.targets_N)
-    assert "".join(e.task.prompt + e.task.solution + "<eos>" for e in examples) == text
+    assert "".join(e.task.problem + "\n" + e.task.solution + "<eos>" for e in examples) == text
 
 
 def test_worker_processes_give_the_same_batches_in_order(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_training_learns_and_saves_a_model_that_comes_back(tmp_path: Path) -> No
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, run.model(ids).logits, atol=0.02, rtol=0.02)
     again = AutoTokenizer.from_pretrained(tmp_path)
-    assert again.encode(example.task.prompt) == example.prompt.tolist()
+    assert again.encode(example.task.problem + "\n") == example.prompt.tolist()
     assert loaded.generation_config.eos_token_id == run.tokenizer.eos_token_id
     more = prepare_warmup(tmp_path / "more", SPEC, OPTIONS, model=tmp_path, device="cpu")
     assert more.update(make_batch(more.source, 7), 1e-9).item() < 1.2 * final["warmup/loss"]
