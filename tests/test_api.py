@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -70,12 +71,15 @@ def test_what_an_engine_refuses_on_resume_does_not_stay_in_the_runs_record(run_d
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
     before = (copy / "config.json").read_text()
+    record = copy / "environment.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"command": ["attnrl", "train", "demo"]}))
     change = {"run.iterations": 2, "update.gradient_checkpointing": 99}
     with pytest.raises(ConfigError, match="99, but the model has 4 layers"):
         attnrl.train(run_dir=copy, resume=True, overrides=change, say=quiet)
     assert (copy / "config.json").read_text() == before
     assert attnrl.train(run_dir=copy, resume=True, overrides={"run.iterations": 2}, say=quiet).state.iteration == 2
     assert attnrl.load_config(str(copy / "config.json")).run.iterations == 2
+    assert json.loads(record.read_text())["command"] == ["attnrl", "train", "demo"]  # what began it names the method
 
 
 def test_a_run_goes_on_without_its_config_also_in_a_thread(run_dir, tmp_path):

@@ -72,13 +72,15 @@ class Run:
             self.lock.close()
 
     def begin(self, config: dict[str, Any], rule: Mapping[str, Any] | None = None) -> None:
-        """Record what the run is, and goes on, with. What the rule declares of itself is recorded too: a reader need
-        not have the user's file.
+        """Record what the run is, and goes on, with; its command is the one that began it. What the rule declares of
+        itself is recorded too: a reader need not have the user's file.
         """
         (self.path / "config.tmp").write_text(json.dumps(config, indent=2) + "\n")
         (self.path / "config.tmp").replace(self.path / "config.json")
-        known = environment() | ({"rule": rule} if rule else {})
-        (self.path / "environment.json").write_text(json.dumps(known, indent=2) + "\n")
+        record = self.path / "environment.json"
+        began = json.loads(record.read_text()) if record.exists() else {}
+        known = environment() | {k: began[k] for k in ("command",) if k in began} | ({"rule": rule} if rule else {})
+        record.write_text(json.dumps(known, indent=2) + "\n")
 
     def log(self, metrics: dict[str, float]) -> None:
         """Append one iteration's metrics, durably."""

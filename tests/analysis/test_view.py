@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -337,10 +338,20 @@ class TestTheServer:
             ("forest?run=0&iteration=1&number=99", "6 forests, none numbered 100"),
             ("forest?run=7&iteration=1&number=0", "no run 7"),
             ("forest?run=0&iteration=x&number=0", "iteration must be a number"),
+            ("forest?run=0&iteration=%C2%B2&number=0", "iteration must be a number"),
+            ("forest?run=" + "9" * 5000 + "&iteration=1&number=0", "run must be a number"),
         ]:
             status, text = self.ask(view, f"/api/{query}")
             assert status == 404
             assert words in json.loads(text)["error"]
+
+    def test_odd_addresses_are_answered(self, served: Callable[..., View], run: Path) -> None:
+        view = served(run)
+        assert self.ask(view, "/api/changes?have=%C2%B2")[0] == 200
+        browser = HTTPConnection(*view.server.server_address[:2], timeout=60)
+        browser.request("GET", "http://[", headers={"Host": "127.0.0.1:1"})
+        assert browser.getresponse().status == 404
+        browser.close()
 
     def test_a_forest_is_that_of_the_file(self, served: Callable[..., View], run: Path) -> None:
         page = json.loads(self.ask(served(run), "/api/forest?run=0&iteration=3&number=4")[1])

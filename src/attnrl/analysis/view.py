@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from attnrl.analysis.watch import Watch
 from attnrl.errors import AttnRLError, ConfigError, MissingFileError
 
 LOOPBACK = "127.0.0.1"
+NUMBER = re.compile("[0-9]{1,9}")
 LIVE_SCRIPTS = ("live.js", *SCRIPTS)
 Query = dict[str, str]
 
@@ -99,7 +101,7 @@ def answers(watches: Sequence[Watch]) -> dict[str, Callable[[Query], Any]]:
         have, stamps = query.get("have", "").split(","), query.get("stamps", "").split(",")
         found = []
         for i, watch in enumerate(watches):
-            known = int(have[i]) if i < len(have) and have[i].isdigit() else 0
+            known = int(have[i]) if i < len(have) and NUMBER.fullmatch(have[i]) else 0
             same = i < len(stamps) and stamps[i] == watch.stamp()
             found.append({**watch.changes(known), "page": None if same else watch.page(len(watches))})
         return {"runs": found}
@@ -112,7 +114,7 @@ def answers(watches: Sequence[Watch]) -> dict[str, Callable[[Query], Any]]:
 
 
 def _number(query: Query, name: str) -> int:
-    if not query.get(name, "").isdigit():
+    if not NUMBER.fullmatch(query.get(name, "")):
         raise ConfigError(f"{name} must be a number")
     return int(query[name])
 
@@ -127,7 +129,7 @@ def handler(watches: Sequence[Watch]) -> type[BaseHTTPRequestHandler]:
         sys_version = ""
 
         def do_GET(self) -> None:
-            asked = urlsplit(self.path)
+            asked = urlsplit("/" + self.path.lstrip("/"))  # a path of this server, whatever host it names
             name = self.headers.get("Host", "").rpartition(":")[0]
             if name not in (LOOPBACK, "localhost"):  # another site's name that points here must not read the runs
                 self.answer(403, "text/plain", "this server answers to localhost only\n")

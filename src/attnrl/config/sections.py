@@ -104,7 +104,7 @@ class DataConfig(Section):
     train_tasks: Annotated[int, TRAIN_TASKS] = Field(20_000, ge=1)
     """How many made-up tasks to train on, where train names "tasks"."""
     template: str = "{problem} Let's think step by step and output the final answer within \\boxed{}."
-    """Text around a problem, before the model's chat template. Paper: Table 5."""
+    """Text around a problem, before the model's chat template. Paper: Table 4."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longer prompts are left out, and counted."""
     columns: Annotated[dict[Literal["problem", "answer"], str], FILES] = {}
