@@ -134,6 +134,8 @@ PAIRS = (
     ("s_residual", "s_atb"),
     ("s_mean", "s_atb"),
     ("s_entropy", "s_atb"),
+    ("s_random", "s_first"),
+    ("s_residual", "s_first"),
     ("s_residual", "s_random"),
     ("s_residual", "s_grpo"),
     ("s_oracle", "s_atb"),
