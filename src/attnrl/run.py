@@ -42,7 +42,17 @@ from attnrl.version import __version__
 PACKAGES = ("torch", "transformers", "numpy", "math-verify", "triton", "vllm", "verl")
 ROWS_PER_GROUP = 120  # of a forest file: four prompts of 30 leaves
 TRACKED = ("tensorboard", "tracker_id", "wandb")
-OURS = ("config.json", "config.tmp", "environment.json", "checkpoints", "forests", "best", "lock", *TRACKED)
+OURS = (
+    "config.json",
+    "config.tmp",
+    "environment.json",
+    "environment.tmp",
+    "checkpoints",
+    "forests",
+    "best",
+    "lock",
+    *TRACKED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +89,10 @@ class Run:
         (self.path / "config.tmp").replace(self.path / "config.json")
         record = self.path / "environment.json"
         began = json.loads(record.read_text()) if record.exists() else {}
-        known = environment() | {k: began[k] for k in ("command",) if k in began} | ({"rule": rule} if rule else {})
-        record.write_text(json.dumps(known, indent=2) + "\n")
+        command = began.get("command", sys.argv)
+        known = environment() | {"command": command} | ({"rule": rule} if rule else {})
+        (self.path / "environment.tmp").write_text(json.dumps(known, indent=2) + "\n")
+        (self.path / "environment.tmp").replace(record)  # whole, since it is read when the run goes on
 
     def log(self, metrics: dict[str, float]) -> None:
         """Append one iteration's metrics, durably."""
