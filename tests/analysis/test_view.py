@@ -373,6 +373,8 @@ class TestTheServer:
         found = {chunk["iteration"]: (len(chunk["rows"]), chunk["error"]) for chunk in chunks}
         assert (found[1], found[4]) == ((6, None), (6, None))
         assert "000002.parquet: not a readable forest file" in found[2][1]
+        answer = self.ask(view, "/api/forest?run=0&iteration=2&number=0")[1]
+        assert "000002.parquet: not a readable forest file" in json.loads(answer)["error"]
 
     def test_refused(self, tmp_path: Path, run: Path, served: Callable[..., View]) -> None:
         with pytest.raises(MissingFileError, match="does not exist"):

@@ -242,3 +242,29 @@ def test_the_page_s_maps_come_from_the_one_model_that_was_loaded(
     for row, found in enumerate(response["map"]["rows"]):
         assert found == pytest.approx(alpha[row, : row + 1].tolist(), abs=1e-4)
     assert alpha.max() > 0.01
+
+
+def test_a_user_s_words_get_the_chat_template_with_system_message_and_options(model_path: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from attnrl import score
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if loud is defined %}!{% endif %}[bot]"
+    )
+    AutoModelForCausalLM.from_pretrained(model_path).save_pretrained(tmp_path / "chatty")
+    tokenizer.save_pretrained(tmp_path / "chatty")
+    keys = {"data.system": "be-brief", "data.chat_options": {"loud": True}, "data.template": "Q: {problem}"}
+    (one,) = score(tmp_path / "chatty", [("a+b?", "3")], overrides=keys, chat=True)
+    assert one.text == "[system]be-brief[user]a+b?![bot]"
+    (bare,) = score(tmp_path / "chatty", [("a+b?", "3")], chat=True)
+    assert bare.text == "[user]a+b?[bot]"
+
+
+def test_without_steps_enough_for_a_correlation_it_says_so(model_path: Path, tmp_path: Path, capsys) -> None:
+    source = write(tmp_path / "in.jsonl", [{"prompt": "a", "response": "b\n\nc\n\nd"}])
+    assert call(model_path, source, "--output", str(tmp_path / "o.parquet")) == 0
+    printed = capsys.readouterr()
+    assert "no correlation of FCI with position: it takes 7 steps or more" in printed.out
+    assert "nan" not in printed.out + printed.err

@@ -94,7 +94,7 @@ class Watch:
     def forest(self, iteration: int, number: int) -> dict[str, Any]:
         """One forest, nothing cut."""
         entries = self.entries.get(iteration)
-        if entries is None:  # not indexed yet, or not on record
+        if not entries:  # not indexed yet, broken, or not on record
             file = self.path / "forests" / f"{iteration:06d}.parquet"
             if not file.is_file():
                 raise MissingFileError(f"{self.name} has no forests of iteration {iteration}")

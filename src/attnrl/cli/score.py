@@ -139,6 +139,12 @@ def to_table(rows: Iterable[dict[str, Any]], model: str) -> pa.Table:
 def summary(console: Console, output: Path, scored: Sequence[Scored], metrics: dict[str, float], delta: int) -> None:
     """What was scored, how fast and by which kernels, and how FCI goes with position."""
     position, null = position_correlations(scored, delta)
+    correlation = (
+        f"rank correlation of FCI with step position {position:+.3f}, with the position null {null:+.3f} "
+        "(mean over responses)"
+        if position == position
+        else f"no correlation of FCI with position: it takes {delta + 3} steps or more, and FCI that differs"
+    )
     steps = sum(len(one.steps) for one in scored)
     kinds = {
         of: "+".join(sorted(k.removeprefix(f"score/{of}_") for k in metrics if k.startswith(f"score/{of}_")))
@@ -148,8 +154,7 @@ def summary(console: Console, output: Path, scored: Sequence[Scored], metrics: d
     for line in (
         f"{counted(len(scored), 'response')}, {counted(steps, 'step')}, {tokens:.0f} tokens in {seconds:.1f} s "
         f"({tokens / max(seconds, 1e-9):.0f} tokens/s; attention {kinds['attention']}, FCI {kinds['fci']})",
-        f"rank correlation of FCI with step position {position:+.3f}, with the position null {null:+.3f} "
-        "(mean over responses)",
+        correlation,
         f"one row per step in {output}",
     ):
         console.print(line, highlight=False, soft_wrap=True)

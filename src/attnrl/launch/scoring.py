@@ -66,9 +66,9 @@ def score(
 
     A response is a pair (prompt, response) or a row with those fields, or with `prompt_ids` and `response_ids`, or with
     `problem`, which then gets the template of [data] (without a `config` the one that the model was trained with) and
-    the model's chat template. `chat`: prompts are a user's words and get the chat template. The first `maps`
-    responses get the step-to-step attention of the head that decides. `metrics` is filled with what the engine says of
-    the pass. Paper: Eq. 4-7.
+    the model's chat template. `chat`: prompts are a user's words and get the chat template, with the system message and
+    chat options of [data]. The first `maps` responses get the step-to-step attention of the head that decides.
+    `metrics` is filled with what the engine says of the pass. Paper: Eq. 4-7.
     """
     if config is None:
         config = score_settings(str(model), overrides)[1]
@@ -127,7 +127,8 @@ def encode(where: str, row: Row, tokenizer: Any, config: Config, *, chat: bool, 
     texts = {name: _text(where, row, name) for name in ("prompt", "problem", "response")}
     prompt, response = _ids(where, row, "prompt"), _ids(where, row, "response")
     if prompt is None and texts["prompt"] is not None:
-        prompt = _prompt_ids(texts["prompt"], tokenizer, chat)
+        words = wording(config) | {"template": "{problem}"} if chat else None
+        prompt = _prompt_ids(texts["prompt"], tokenizer, words)
     if prompt is None and texts["problem"] is not None:
         prompt = _problem_ids(texts["problem"], tokenizer, **wording(config))
     if response is None and texts["response"] is not None:
@@ -168,13 +169,13 @@ def _ids(where: str, row: Row, name: str) -> list[int] | None:
     return ids
 
 
-def _prompt_ids(text: str, tokenizer: Any, chat: bool) -> list[int]:
-    if not chat:
+def _prompt_ids(text: str, tokenizer: Any, words: dict[str, Any] | None) -> list[int]:
+    if words is None:
         ids: list[int] = tokenizer(text)["input_ids"]
         return ids
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("--chat: this model's tokenizer has no chat template; leave the flag out")
-    return _problem_ids(text, tokenizer, template="{problem}")
+    return _problem_ids(text, tokenizer, **words)
 
 
 def _problem_ids(problem: str, tokenizer: Any, **words: Any) -> list[int]:
@@ -233,17 +234,14 @@ def position_correlations(scored: Sequence[Scored], delta: int) -> tuple[float, 
     """Rank correlation of FCI with step position, and with the position null, each a mean over responses.
 
     The last steps have score 0 by definition: nothing follows at distance delta. They are left out, and so are
-    responses with fewer than three steps left.
+    responses with fewer than three steps left or with one score for all of them; NaN where none is left.
     """
-    with_position, with_null = [], []
+    pairs = []
     for one in scored:
         count = len(one.steps) - delta
         if count >= 3:
-            null = np.array([record["position_null"] for record in one.steps[:count]])
-            with_position.append(rank_correlation(one.scores.fci[:count], np.arange(count)))
-            with_null.append(rank_correlation(one.scores.fci[:count], null))
-    nothing = float("nan")
-    return (
-        float(np.nanmean(with_position)) if with_position else nothing,
-        float(np.nanmean(with_null)) if with_null else nothing,
-    )
+            fci, null = one.scores.fci[:count], np.array([record["position_null"] for record in one.steps[:count]])
+            pairs.append((rank_correlation(fci, np.arange(count)), rank_correlation(fci, null)))
+    defined = np.array([pair for pair in pairs if not np.isnan(pair).any()])
+    means = defined.mean(axis=0) if len(defined) else (np.nan, np.nan)
+    return float(means[0]), float(means[1])
