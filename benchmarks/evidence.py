@@ -5,12 +5,13 @@
     python benchmarks/evidence.py cell benchmarks/evidence_s.toml s_atb 3 --run-dir runs/again  # one cell, from scratch
     python benchmarks/evidence.py tables                                                        # docs/results.md
 
-A cell is (stage, preset, seed, rate). A cell whose row is in docs/results/NAME.jsonl is done and never run again, on
-any machine that has the file; one that was interrupted goes on from its run directory. A stage takes its presets and
-seeds from the queue file. Stage "sweep" runs every rate; the rate of a preset in other stages is the one with the best
-mean accuracy over the sweep's seeds, unless the stage names `rates` of its own. A queue file with a table `warmup`
-(flags of `attnrl warmup`) makes its base model where there is none yet. A cell that fails is named at the end and left
-to the next command.
+A cell is (stage, preset, seed, rate), and in a stage with a table `vary` (key -> values) one value of one key. A cell
+whose row is in docs/results/NAME.jsonl is done and never run again, on any machine that has the file; one that was
+interrupted goes on from its run directory. A stage takes its presets and seeds from the queue file, and may fix its
+`workers`: "alone" has one, so that seconds are those of a machine that runs nothing else. Stage "sweep" runs all rates;
+the rate of a preset in other stages is the one with the best mean accuracy over the sweep's seeds, unless the stage
+names `rates` of its own. A queue file with a table `warmup` (flags of `attnrl warmup`) makes its base model where there
+is none yet. A cell that fails is named at the end and left to the next command.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import sys
 import time
 import tomllib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -66,10 +67,11 @@ class Cell:
     preset: str
     seed: int
     rate: float
+    knob: str = ""  # "key=value" of the one key that differs from the stage's
 
     @property
     def name(self) -> str:
-        return f"{self.stage}-{self.preset}-{self.rate:g}-{self.seed}"
+        return "-".join([self.stage, self.preset, f"{self.rate:g}", str(self.seed), *filter(None, [self.knob])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +87,25 @@ class Queue:
 
     def overrides(self, cell: Cell) -> dict[str, Any]:
         fixed: dict[str, Any] = self.stages[cell.stage].get("overrides", {})
-        return {**fixed, "update.lr": cell.rate, "run.seed": cell.seed}
+        key, _, value = cell.knob.partition("=")
+        varied = {key: json.loads(value)} if key else {}
+        return {**fixed, "update.lr": cell.rate, "run.seed": cell.seed, **varied}
 
     def cells(self, stage: str, rows: list[dict[str, Any]]) -> list[Cell]:
         """The cells of a stage, seed by seed, so that an early stop leaves whole seeds."""
         wanted = self.stages[stage]
-        if stage == "sweep":
-            rates = dict.fromkeys(wanted["presets"], self.rates)
-        else:
-            rates = {preset: wanted.get("rates") or (best_rate(rows, preset),) for preset in wanted["presets"]}
-        return [Cell(stage, p, seed, rate) for seed in wanted["seeds"] for p in wanted["presets"] for rate in rates[p]]
+        knobs = [f"{key}={json.dumps(v)}" for key, values in wanted.get("vary", {}).items() for v in values] or [""]
+        return [
+            Cell(stage, preset, seed, rate, knob)
+            for seed in wanted["seeds"]
+            for preset in wanted["presets"]
+            for rate in self.rates_of(stage, preset, rows)
+            for knob in knobs
+        ]
+
+    def rates_of(self, stage: str, preset: str, rows: list[dict[str, Any]]) -> Sequence[float]:
+        """Learning rates that a stage runs a preset with: all in the sweep, its own, or the sweep's best."""
+        return self.rates if stage == "sweep" else self.stages[stage].get("rates") or (best_rate(rows, preset),)
 
 
 def read_queue(path: Path) -> Queue:
@@ -150,8 +161,7 @@ def train_cell(cell: Cell, overrides: dict[str, Any], run_dir: Path) -> None:
     """Trains one cell into a run directory, or goes on where it stopped."""
     from attnrl.cli import run
 
-    flags = {**overrides, "update.lr": cell.rate, "run.seed": cell.seed}
-    code = run(["train", cell.preset, "--run-dir", str(run_dir), "--resume", *words(flags)])
+    code = run(["train", cell.preset, "--run-dir", str(run_dir), "--resume", *words(overrides)])
     if code:
         raise SystemExit(code)
 
@@ -164,7 +174,7 @@ def result(cell: Cell, run_dir: Path) -> dict[str, Any]:
     measured = [found for m in metrics if (found := held_out(m))]
     series = {name: [_short(m.get(key)) for m in loop] for name, key in SERIES.items()}
     return {
-        "cell": asdict(cell),
+        "cell": {name: value for name, value in asdict(cell).items() if value != ""},
         "before": float(np.mean(list(measured[0].values()))),
         "after": float(np.mean(list(measured[-1].values()))),
         "benchmarks": {name: [measured[0][name], measured[-1][name]] for name in measured[-1]},
@@ -258,9 +268,10 @@ def run_queue(args: argparse.Namespace) -> None:
         done = {Cell(**row["cell"]) for row in rows}
         cells = [c for c in queue.cells(stage, rows) if c not in done]
         stop_at = min(end, time.time() + queue.stages[stage].get("seconds", args.seconds))
-        print(f"{stage}: {len(cells)} cells to run, {args.workers} at once", flush=True)
+        at_once = queue.stages[stage].get("workers", args.workers)
+        print(f"{stage}: {len(cells)} cells to run, {at_once} at once", flush=True)
         context = multiprocessing.get_context("spawn")
-        workers = [context.Process(target=work, args=(n, cells, queue, runs, stop_at)) for n in range(args.workers)]
+        workers = [context.Process(target=work, args=(n, cells, queue, runs, stop_at)) for n in range(at_once)]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -295,7 +306,9 @@ def main() -> None:
         run_queue(args)
     elif args.verb == "cell":
         wanted = read_queue(args.queue)
-        one = Cell("main", args.preset, args.seed, best_rate(read_rows(wanted.name), args.preset))
+        rate, *_ = wanted.rates_of("main", args.preset, read_rows(wanted.name))
+        one = Cell("main", args.preset, args.seed, rate)
+        warm_up(wanted)
         train_cell(one, wanted.overrides(one), args.run_dir)
         row = result(one, args.run_dir)
         print(json.dumps({k: v for k, v in row.items() if k != "series"}, indent=2))

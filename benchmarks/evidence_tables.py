@@ -60,10 +60,12 @@ Rows = list[dict[str, Any]]
 
 
 def by_preset(rows: Rows, stage: str) -> dict[str, dict[int, dict[str, Any]]]:
-    """preset -> seed -> row, in the order of NAMES."""
+    """preset -> seed -> row, in the order of NAMES; "ladder" is "main" with other presets on fewer seeds."""
+    stages = ("main", "ladder") if stage == "main" else (stage,)
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for preset in NAMES:
-        own = {r["cell"]["seed"]: r for r in rows if r["cell"]["stage"] == stage and r["cell"]["preset"] == preset}
+        cells = [(r["cell"], r) for r in rows if not r["cell"].get("knob")]
+        own = {cell["seed"]: r for cell, r in cells if cell["stage"] in stages and cell["preset"] == preset}
         if own:
             found[preset] = own
     return found
@@ -146,25 +148,81 @@ PAIRS = (
     ("s_attnrl", "s_treerl"),
     ("s_attnrl", "s_grpo"),
     ("s_attnrl", "s_atb"),
+    ("s_attnrl", "s_no_filter"),
+    ("s_attnrl", "s_no_expansion"),
+    ("s_attnrl", "s_no_batch"),
+    ("s_treerl_off_policy", "s_treerl"),
     ("s_treerl", "s_grpo"),
 )
 
 
 def pair_table(rows: Rows) -> str:
-    """Paired differences over the seeds both have: held-out at equal tokens, training accuracy at equal updates."""
-    runs = by_preset(rows, "main")
-    lines = [["difference, points", "seeds", "held-out, equal tokens", "training accuracy, equal iterations"]]
+    """Paired differences over the seeds both have: held-out at equal tokens, training accuracy at equal iterations and,
+    where stage "alone" says how fast the two are, at equal wall time.
+    """
+    runs, paces = by_preset(rows, "main"), pace(rows)
+    heads = ["held-out, equal tokens", "training accuracy, equal iterations"]
+    lines = [["difference, points", "seeds", *heads, *(["training accuracy, equal wall time"] if paces else [])]]
     for a, b in PAIRS:
         seeds = sorted(set(runs.get(a, {})) & set(runs.get(b, {})))
         if not seeds:
             continue
-        equal = []
-        for seed in seeds:
-            least = min(runs[a][seed]["iterations"], runs[b][seed]["iterations"])
-            ends = [float(np.mean(runs[p][seed]["series"]["accuracy"][max(0, least - 5) : least])) for p in (a, b)]
-            equal.append(ends[0] - ends[1])
-        held_out = [runs[a][s]["after"] - runs[b][s]["after"] for s in seeds]
-        lines.append([f"{NAMES[a]} - {NAMES[b]}", str(len(seeds)), signed(held_out), signed(equal)])
+        pairs = [(runs[a][seed], runs[b][seed]) for seed in seeds]
+        iterations = [min(x["iterations"], y["iterations"]) for x, y in pairs]
+        equal = [ending(x, n) - ending(y, n) for (x, y), n in zip(pairs, iterations, strict=True)]
+        cells = [signed([x["after"] - y["after"] for x, y in pairs]), signed(equal)]
+        if a in paces and b in paces:
+            seconds = [min(x["tokens"] * paces[a], y["tokens"] * paces[b]) for x, y in pairs]
+            timed = zip(pairs, seconds, strict=True)
+            cells.append(signed([at(x, "tokens", t / paces[a]) - at(y, "tokens", t / paces[b]) for (x, y), t in timed]))
+        elif paces:
+            cells.append("-")
+        lines.append([f"{NAMES[a]} - {NAMES[b]}", str(len(seeds)), *cells])
+    return table(lines)
+
+
+def ending(row: dict[str, Any], iterations: int, window: int = 5) -> float:
+    """Mean training accuracy of the last few of a run's first `iterations`."""
+    return float(np.mean(row["series"]["accuracy"][max(0, iterations - window) : iterations]))
+
+
+def pace(rows: Rows) -> dict[str, float]:
+    """preset -> seconds per generated token of its runs on a machine that ran nothing else, the first iteration, which
+    compiles kernels and starts workers, left out.
+    """
+    found = {}
+    for preset, own in by_preset(rows, "alone").items():
+        series = [r["series"] for r in own.values()]
+        tokens = sum(s["tokens"][-1] - s["tokens"][0] for s in series)
+        found[preset] = sum(sum(s["seconds"][1:]) for s in series) / tokens
+    return found
+
+
+def pace_table(rows: Rows) -> str:
+    """How fast each method is where nothing else runs. Paper: Table 3, valid tokens a second."""
+    lines = [["branching rule or method", "runs", "seconds an iteration", "tokens/s", "valid tokens/s"]]
+    for preset, own in by_preset(rows, "alone").items():
+        series = [r["series"] for r in own.values()]
+        seconds = sum(sum(s["seconds"][1:]) for s in series)
+        valid = sum(sum(v or 0.0 for v in s["valid_tokens"][1:]) for s in series)
+        each = seconds / sum(len(s["seconds"]) - 1 for s in series)
+        numbers = [f"{each:.2f}", f"{1 / pace(rows)[preset]:,.0f}", f"{valid / seconds:,.0f}"]
+        lines.append([NAMES[preset], str(len(series)), *numbers])
+    return table(lines)
+
+
+def knob_table(rows: Rows) -> str:
+    """Held-out accuracy with one key changed, and its paired difference to the same method and seed of stage "main"."""
+    main = by_preset(rows, "main")
+    lines = [["method", "changed", "seeds", "held-out accuracy", "difference, points", "iterations"]]
+    cells = sorted({(r["cell"]["preset"], r["cell"]["knob"]) for r in rows if r["cell"].get("knob")})
+    for preset, knob in cells:
+        own = [r for r in rows if (r["cell"]["preset"], r["cell"].get("knob")) == (preset, knob)]
+        as_is = main.get(preset, {})
+        gains = [r["after"] - as_is[r["cell"]["seed"]]["after"] for r in own if r["cell"]["seed"] in as_is]
+        iterations = f"{np.mean([r['iterations'] for r in own]):.0f}"
+        ends = shown([r["after"] for r in own])
+        lines.append([NAMES[preset], f"`{knob}`", str(len(own)), ends, signed(gains) if gains else "-", iterations])
     return table(lines)
 
 
@@ -344,6 +402,8 @@ def write_all(results: Path) -> None:
         "pairs": pair_table,
         "cost": cost_table,
         "sweep": sweep_table,
+        "pace": pace_table,
+        "knobs": knob_table,
         "places": place_table,
         "signal": signal_table,
         "auc": auc_table,

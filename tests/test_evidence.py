@@ -63,6 +63,18 @@ class TestQueue:
         (fixed,) = queue.cells("fixed", [])
         assert queue.overrides(fixed) == {"algo.points": 3, "update.lr": 0.5, "run.seed": 0}
 
+    def test_a_stage_that_varies_keys_has_a_cell_for_each_value_of_one_key(self):
+        stage = {"presets": ["a"], "seeds": [0, 1], "rates": [0.5], "overrides": {"algo.points": 3}}
+        queue = Queue("q", (), {"knobs": {**stage, "vary": {"algo.points": [1, 4], "update.lr": [0.1]}}})
+        cells = queue.cells("knobs", [])
+        assert [(c.seed, c.knob) for c in cells] == [
+            (seed, knob) for seed in (0, 1) for knob in ("algo.points=1", "algo.points=4", "update.lr=0.1")
+        ]
+        assert len({c.name for c in cells}) == 6
+        assert queue.overrides(cells[1]) == {"algo.points": 4, "update.lr": 0.5, "run.seed": 0}
+        assert queue.overrides(cells[2]) == {"algo.points": 3, "update.lr": 0.1, "run.seed": 0}
+        assert Cell(**row("main", "a", 1, 0.1, 0.5)["cell"]).knob == ""  # rows from before there were knobs
+
     def test_a_row_on_record_stays_and_new_ones_join_it(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         Path("docs/results").mkdir(parents=True)
@@ -222,6 +234,43 @@ class TestTables:
         found = tables.cost_table(rows, window=2).splitlines()  # TreeRL ends at 0.4; the oracle is there after two
         assert found[2].endswith("| 0 of 1 | - | - | - | - |")
         assert found[4].endswith("| 1 of 1 | 2 | 4 | 0.20M | 6 |")
+
+    def test_equal_wall_time_goes_by_the_pace_of_runs_that_were_alone(self):
+        def run(stage: str, preset: str, after: float, accuracy: list[float], tokens: float, seconds: float) -> dict:
+            count = len(accuracy)
+            series = {
+                "accuracy": accuracy,
+                "tokens": [tokens * (i + 1) for i in range(count)],
+                "seconds": [60.0] + [seconds] * (count - 1),  # the first is slow whoever runs
+                "valid_tokens": [tokens / 2] * count,
+            }
+            totals = {"iterations": count, "tokens": tokens * count, "series": series}
+            return row(stage, preset, 0, 0.1, after) | totals
+
+        rows = [
+            run("main", "s_attnrl", 0.7, [0.1 * i for i in range(10)], 100.0, 9.0),  # seconds of a crowd do not count
+            run("main", "s_grpo", 0.4, [0.0] * 10, 100.0, 9.0),
+            run("alone", "s_attnrl", 0.5, [0.2] * 3, 100.0, 4.0),
+            run("alone", "s_grpo", 0.5, [0.2] * 3, 100.0, 2.0),
+        ]
+        assert tables.pace(rows) == {"s_grpo": 0.02, "s_attnrl": 0.04}
+        # GRPO's 1,000 tokens take 20 s, in which AttnRL makes 500 tokens: its first five iterations, mean 0.2
+        (pair,) = [line for line in tables.pair_table(rows).splitlines() if line.startswith("| AttnRL - GRPO")]
+        assert pair == "| AttnRL - GRPO | 1 | +30.0 | +70.0 | +20.0 |"
+        assert tables.pace_table(rows).splitlines()[3] == "| AttnRL | 1 | 4.00 | 25 | 12 |"
+        assert "wall time" not in tables.pair_table(rows[:2])
+
+    def test_a_knob_is_compared_with_the_same_seed_as_it_is(self):
+        def run(stage: str, seed: int, after: float, **knob: str) -> dict:
+            found = row(stage, "s_attnrl", seed, 0.1, after) | {"iterations": 7}
+            return found | {"cell": found["cell"] | knob}
+
+        changed = [run("knobs", seed, after, knob="algo.points=4") for seed, after in ((0, 0.55), (1, 0.65), (2, 0.9))]
+        rows = [run("main", 0, 0.5), run("main", 1, 0.62), *changed]
+        line = tables.knob_table(rows).splitlines()[2]
+        assert line.startswith("| AttnRL | `algo.points=4` | 3 | 70.0 ")
+        assert "| +4.0 (" in line  # 5 and 3 points; seed 2 has nothing beside it
+        assert list(tables.by_preset(rows, "main")["s_attnrl"]) == [0, 1]
 
     def test_interval_and_paired_difference_by_hand(self):
         mean, half = tables.spread([1.0, 2.0, 3.0])
