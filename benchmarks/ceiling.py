@@ -179,6 +179,7 @@ WORLDS = {
     "decision at 2 to 4 of 16": World(decisive=(2, 4)),
     "decision at 6 to 9 of 16": World(decisive=(6, 9)),
     "decision at 11 to 13 of 16": World(decisive=(11, 13)),
+    "decision at 26 to 29 of 32": World(steps=32, decisive=(26, 29)),
 }
 
 
@@ -189,7 +190,7 @@ def main() -> None:
     parser.add_argument("--tuning", type=int, default=4)
     parser.add_argument("--worlds", nargs="+", choices=list(WORLDS), default=list(WORLDS))
     args = parser.parse_args()
-    answer = {}
+    answer = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}  # other worlds stay
     for name in args.worlds:
         print(name, flush=True)
         start = Policy(WORLDS[name], np.random.default_rng(0)).accuracy()
