@@ -75,7 +75,7 @@ class TaskConfig(Section):
     """Size of the vocabulary of names."""
     forks: tuple[Fork, ...] = ()
     """Kinds of decisive step, drawn at random: hub, method, turn, pair; none: tasks without one. docs/tasks.md."""
-    routine: Annotated[tuple[int, int], _within(0, 20), FORKS] = (2, 8)
+    routine: Annotated[tuple[int, int], _within(0, 30), FORKS] = (2, 8)
     """With forks: fewest and most computations before the decision; `operations` come after it."""
     doubts: Annotated[float, FORKS] = Field(0.0, ge=0, le=2 / 3)
     """With forks: mean chance that a solution decides wrongly; problems and answers are not touched."""
