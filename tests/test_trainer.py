@@ -264,7 +264,7 @@ def test_a_run_stops_at_its_number_of_generated_tokens(tmp_path: Path) -> None:
     assert totals[-1] >= 20_000 > totals[-2]
 
 
-@pytest.mark.parametrize("left", [[], ["checkpoints"], ["checkpoints", "forests", "config.tmp"], ["config.json"]])
+@pytest.mark.parametrize("left", [[], ["checkpoints"], ["checkpoints", "forests", ".config.json.tmp"], ["config.json"]])
 def test_a_run_stopped_before_it_recorded_anything_starts_anew(left: list[str], tmp_path: Path) -> None:
     for name in left:
         if "." in name:

@@ -1,4 +1,4 @@
-"""The State on disk: one JSON file and one file of arrays, exact to the bit."""
+"""Files written whole or not at all; and the State on disk: one JSON file and one of arrays, exact to the bit."""
 
 from __future__ import annotations
 
@@ -15,6 +15,28 @@ from attnrl.types import Group, Prompt, Rollout, Scores, State, Step, Trunk, Ver
 ARRAYS = ("ids", "sampled", "logprobs", "entropy", "fci", "steps")
 SCALARS = tuple(f.name for f in fields(State) if f.name != "waiting")
 WORDS = tuple(f.name for f in fields(Prompt) if f.name != "ids")
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """The file, written so that a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    return unfinished.replace(path)
+
+
+def write_json(path: Path, value: Any) -> Path:
+    """The file with the value as JSON people can read, written whole."""
+    return write_whole(path, json.dumps(value, indent=2) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """The value with None for every number JSON does not know."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and value - value != 0.0 else value
 
 
 def save_state(path: Path, state: State) -> None:

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 
 from attnrl.algo.reasons import Reasons
 from attnrl.backend import Backend
-from attnrl.checkpoint import load_state, save_state
+from attnrl.checkpoint import load_state, save_state, write_json, write_whole
 from attnrl.config import Config, may_change
 from attnrl.errors import ConfigError
 from attnrl.types import Forest, Ids, State
@@ -41,18 +41,8 @@ from attnrl.version import __version__
 
 PACKAGES = ("torch", "transformers", "numpy", "math-verify", "triton", "vllm", "verl")
 ROWS_PER_GROUP = 120  # of a forest file: four prompts of 30 leaves
-TRACKED = ("tensorboard", "tracker_id", "wandb")
-OURS = (
-    "config.json",
-    "config.tmp",
-    "environment.json",
-    "environment.tmp",
-    "checkpoints",
-    "forests",
-    "best",
-    "lock",
-    *TRACKED,
-)
+OURS = {"config.json", "environment.json", "checkpoints", "forests", "best", "lock"}
+OURS |= {f".{name}.tmp" for name in OURS} | {"tensorboard", "tracker_id", "wandb"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +75,12 @@ class Run:
         """Record what the run is, and goes on, with; its command is the one that began it. What the rule declares of
         itself is recorded too: a reader need not have the user's file.
         """
-        (self.path / "config.tmp").write_text(json.dumps(config, indent=2) + "\n")
-        (self.path / "config.tmp").replace(self.path / "config.json")
+        write_json(self.path / "config.json", config)
         record = self.path / "environment.json"
         began = json.loads(record.read_text()) if record.exists() else {}
         command = began.get("command", sys.argv)
         known = environment() | {"command": command} | ({"rule": rule} if rule else {})
-        (self.path / "environment.tmp").write_text(json.dumps(known, indent=2) + "\n")
-        (self.path / "environment.tmp").replace(record)  # whole, since it is read when the run goes on
+        write_json(record, known)  # whole, since it is read when the run goes on
 
     def log(self, metrics: dict[str, float]) -> None:
         """Append one iteration's metrics, durably."""
@@ -175,9 +163,7 @@ class Run:
     def _forget_after(self, iteration: int) -> None:
         if self.metrics_file.exists():
             kept = [m for m in read_metrics(self.path) if m["iteration"] <= iteration]
-            unfinished = self.metrics_file.with_suffix(".tmp")
-            unfinished.write_text("".join(json.dumps(m) + "\n" for m in kept))
-            unfinished.replace(self.metrics_file)
+            write_whole(self.metrics_file, "".join(json.dumps(m) + "\n" for m in kept))
         for torn in (self.path / "forests").glob("*.tmp"):
             torn.unlink()
         for file in (self.path / "forests").glob("*.parquet"):
@@ -204,7 +190,7 @@ def check_run(path: Path, config: dict[str, Any], *, resume: bool) -> State | No
                 f"resume with the old ones (attnrl train --resume --run-dir {path} needs no others), or start a new "
                 f"run; what may change is {', '.join(sorted(free))}"
             )
-    elif path.is_dir() and (strange := sorted({p.name for p in path.iterdir()} - {*OURS})):
+    elif path.is_dir() and (strange := sorted({p.name for p in path.iterdir()} - OURS)):
         raise ConfigError(f"--run-dir {path} holds no run but other things ({strange[0]}, ...); choose another")
     _check_place(path)
     return load_state(run.checkpoints[-1]) if run.checkpoints else None

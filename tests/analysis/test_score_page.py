@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnrl.analysis.page import write_whole
 from attnrl.analysis.score_page import HeadMap, build_score_page, map_page, response_page
+from attnrl.checkpoint import write_whole
 from browser import BINARY, MISSING, Browser
 
 ATTACK = "<script>window.attacked = 1</script><img src=x onerror='window.attacked = 2'>"
@@ -37,7 +37,7 @@ def test_long_maps_are_coarse_and_keep_their_peaks() -> None:
 def test_in_the_browser(tmp_path: Path) -> None:
     alpha = np.tril(np.random.default_rng(0).random((12, 12)).astype(np.float32))
     shown = response_page("a", ATTACK, steps(12), HeadMap(1, 2, alpha)), response_page("b", "a prompt", steps(3), None)
-    page = write_whole(build_score_page("M", shown, 4), tmp_path / "score.html")
+    page = write_whole(tmp_path / "score.html", build_score_page("M", shown, 4))
     browser = Browser()
     try:
         browser.open(page.as_uri())

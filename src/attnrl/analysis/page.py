@@ -15,13 +15,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from attnrl.algo.reasons import PROMPT_REASONS, STEP_REASONS, TREE_REASONS
 from attnrl.analysis.curves import curves, headline
 from attnrl.analysis.figures import DRAWN, SECTIONS
 from attnrl.analysis.records import RunRecord
+from attnrl.checkpoint import finite
 from attnrl.version import __version__
 
 SCRIPTS = ("charts.js", "table.js", "trees.js", "report.js")
@@ -82,15 +82,6 @@ def embedded(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def finite(value: Any) -> Any:
-    """The value with None for every number JSON does not know."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and value - value != 0.0 else value
-
-
 def source_hash(source: str) -> str:
     """The source's hash as a content security policy writes it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
@@ -99,12 +90,3 @@ def source_hash(source: str) -> str:
 def asset(name: str) -> str:
     """A file of this package."""
     return (resources.files("attnrl.analysis") / name).read_text("utf-8")
-
-
-def write_whole(page: str, output: Path) -> Path:
-    """The file the page was written to, whole or not at all."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(f".{output.name}.tmp")
-    unfinished.write_text(page, "utf-8")
-    unfinished.replace(output)
-    return output

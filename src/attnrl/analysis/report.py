@@ -8,10 +8,11 @@ from typing import Any
 
 from attnrl.analysis.curves import POINTS
 from attnrl.analysis.index import Entry, index_file, pick_entries, read_entry
-from attnrl.analysis.page import render, run_page, shell, write_whole
+from attnrl.analysis.page import render, run_page, shell
 from attnrl.analysis.pages import clip_page, forest_page, page_texts
 from attnrl.analysis.positions import fci_by_position
 from attnrl.analysis.records import RunRecord, distinct_names, read_run
+from attnrl.checkpoint import write_whole
 from attnrl.errors import ConfigError, MissingFileError
 
 FORESTS = (12, 4)  # shown in one report, over all runs: of short responses, and of long ones
@@ -38,7 +39,7 @@ def write_report(
     """The file the report was written to, whole or not at all."""
     if output.is_dir():
         raise ConfigError(f"--output {output} is a directory; name a file, for example {output / 'report.html'}")
-    return write_whole(build_report(run_dirs, iterations=iterations, forests=forests), output)
+    return write_whole(output, build_report(run_dirs, iterations=iterations, forests=forests))
 
 
 def named_runs(run_dirs: Sequence[Path]) -> list[tuple[Path, str]]:

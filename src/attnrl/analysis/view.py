@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from attnrl.analysis.page import SCRIPTS, finite, render, shell
+from attnrl.analysis.page import SCRIPTS, render, shell
 from attnrl.analysis.report import named_runs
 from attnrl.analysis.watch import Watch
+from attnrl.checkpoint import finite
 from attnrl.errors import AttnRLError, ConfigError, MissingFileError
 
 LOOPBACK = "127.0.0.1"

@@ -19,14 +19,13 @@ Examples:
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from attnrl.analysis.disruption import TYPES, Trial, summary
-from attnrl.analysis.page import finite, write_whole
+from attnrl.checkpoint import finite, write_json
 from attnrl.cli.eval import DRAWN
 from attnrl.cli.flags import read_flags, show
 from attnrl.config import Section
@@ -56,7 +55,7 @@ def main(argv: list[str]) -> None:
     if not trials:
         raise DataError(f"{flags.output}: no response has enough steps to choose from")
     found = summary(trials)
-    write_whole(json.dumps(finite(found), indent=2) + "\n", flags.output / "results.json")
+    write_json(flags.output / "results.json", finite(found))
     show(table(found))
     show(draw(trials, flags.output))
 

@@ -22,7 +22,6 @@ Examples:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -33,6 +32,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from attnrl.checkpoint import write_json, write_whole
 from attnrl.cli.flags import read_flags, show
 from attnrl.config import Section, check_taken, check_used, load_config
 from attnrl.errors import ConfigError, MissingFileError
@@ -143,11 +143,9 @@ def compare_two(flags: EvalFlags, overrides: Mapping[str, Any]) -> None:
     comparisons = compare(a, b, seed=flags.seed)
     show_table(f"A = {a}   B = {b}", comparison_rows(comparisons))
     if flags.output is not None:
-        flags.output.mkdir(parents=True, exist_ok=True)
         rows = [asdict(c) | {"difference": c.difference} for c in comparisons]
-        text = json.dumps({"a": str(a), "b": str(b), "comparisons": rows}, indent=2)
-        (flags.output / "comparison.json").write_text(text + "\n", encoding="utf-8")
-        (flags.output / "comparison.md").write_text(markdown(comparison_rows(comparisons)), encoding="utf-8")
+        write_json(flags.output / "comparison.json", {"a": str(a), "b": str(b), "comparisons": rows})
+        write_whole(flags.output / "comparison.md", markdown(comparison_rows(comparisons)))
 
 
 def show_report(report: Report, output: Path | None) -> None:

@@ -96,12 +96,12 @@ def main(argv: list[str]) -> None:
     pq.write_table(to_table(steps, model), flags.output)
     summary(Console(), flags.output, scored, metrics, config.algo.delta)
     if flags.html is not None:
-        from attnrl.analysis.page import write_whole
         from attnrl.analysis.score_page import build_score_page, response_page
+        from attnrl.checkpoint import write_whole
 
         rows_shown = zip(numbers, scored[:maps], strict=False)
         pages = [response_page(f"{flags.input.name}, row {n}", s.text, s.steps, s.map) for n, s in rows_shown]
-        print(f"page: {write_whole(build_score_page(model, pages, config.algo.delta), flags.html)}")
+        print(f"page: {write_whole(flags.html, build_score_page(model, pages, config.algo.delta))}")
 
 
 def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:

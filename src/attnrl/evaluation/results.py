@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from attnrl.algo.intervals import RESAMPLES, bootstrap_means, interval
+from attnrl.checkpoint import finite, write_json, write_whole
 from attnrl.data.benchmarks import BENCHMARKS
 from attnrl.data.files import iterate_rows
 from attnrl.errors import ConfigError, DataError
@@ -194,15 +195,8 @@ class Report:
         results = {"settings": dict(self.settings), "benchmarks": self.tables}
         if len(self.tables) > 1:
             results["average"] = self.average
-        write_whole(directory / RESULTS, json.dumps(_no_nan(results), indent=2) + "\n")
+        write_json(directory / RESULTS, finite(results))
         write_whole(directory / MARKDOWN, markdown(table_rows(self)))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader never sees half of it."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
 
 
 def load_problem_rows(path: Path) -> list[dict[str, Any]]:
@@ -256,10 +250,3 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "\n".join(lines) + "\n"
-
-
-def _no_nan(value: Any) -> Any:
-    """NaN is not JSON: unknown numbers are null."""
-    if isinstance(value, dict):
-        return {key: _no_nan(entry) for key, entry in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value
