@@ -25,17 +25,22 @@ def presets() -> dict[str, str]:
 
 
 def load_config(
-    preset: str, overrides: Mapping[str, Any] | None = None, *, known: Mapping[str, Any] | None = None
+    preset: Config | str | Path, overrides: Mapping[str, Any] | None = None, *, known: Mapping[str, Any] | None = None
 ) -> Config:
     """The resolved config of a preset with dotted overrides on top. A preset is named, or given as the path of a TOML
-    file or of a run's config.json; "" stands for the defaults. Between the two stands what is `known` otherwise.
+    file or of a run's config.json; "" stands for the defaults. Between the two stands what is `known` otherwise. A
+    Config is taken as it is.
 
     Its `model_fields_set` is what the user set, by overrides or in a TOML file of their own (`check_taken`).
 
     >>> load_config("attnrl_1p5b", {"algo.points": 3}).algo.points
     3
     """
-    values, own = _read_preset(preset) if preset else ({}, {})
+    if isinstance(preset, Config):
+        if overrides:
+            raise ConfigError("give overrides or a whole config, not both")
+        return preset
+    values, own = _read_preset(str(preset)) if preset else ({}, {})
     for key, value in ({} if known is None else known).items():
         put(values, key, value)
     for key, value in ({} if overrides is None else overrides).items():
@@ -46,7 +51,7 @@ def load_config(
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(error, preset or "flags")) from None
+        raise ConfigError(explain(error, str(preset) or "flags")) from None
     keep_set(config, own)
     return config
 

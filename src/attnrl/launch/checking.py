@@ -19,7 +19,6 @@ from attnrl.algo.promises import trees_by
 from attnrl.backend import generate_by, score_by, update_by
 from attnrl.config import Config, load_config
 from attnrl.console import time_span
-from attnrl.errors import ConfigError
 from attnrl.iteration import Outcome
 from attnrl.launch.data import (
     Say,
@@ -103,10 +102,7 @@ def check(
     `responses` are drawn for each of `prompts` prompts. Nothing is written. A mistake in the config or a part that
     breaks its promise raises, as it would in training.
     """
-    if not isinstance(config, Config):
-        config = load_config(str(config), overrides)
-    elif overrides:
-        raise ConfigError("give overrides with a preset's name; a Config is taken as it is")
+    config = load_config(config, overrides)
     found = Findings(say)
     ready = make_ready(config)
     bound, path = ready.bound, ready.model

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnrl.config import Config, check_taken, check_used, load_config
-from attnrl.errors import ConfigError
 from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
 from attnrl.launch.models import (
     check_model,
@@ -60,10 +59,7 @@ def evaluate(
     from attnrl.evaluation import evaluate as measure
 
     model = str(model)
-    if config is None:
-        config = evaluation_settings(model, overrides)[1]
-    elif overrides:
-        raise ConfigError("give overrides or a whole config, not both")
+    config = evaluation_settings(model, overrides)[1] if config is None else load_config(config, overrides)
     if output is not None:
         check_no_run(Path(output))
     model = pin_model(model, say, begun_with(output))

@@ -70,10 +70,7 @@ def score(
     chat options of [data]. The first `maps` responses get the step-to-step attention of the head that decides.
     `metrics` is filled with what the engine says of the pass. Paper: Eq. 4-7.
     """
-    if config is None:
-        config = score_settings(str(model), overrides)[1]
-    elif overrides:
-        raise ConfigError("give overrides or a whole config, not both")
+    config = score_settings(str(model), overrides)[1] if config is None else load_config(config, overrides)
     from attnrl.local.models import load_weights
 
     bound = check_parts(config)

@@ -150,11 +150,8 @@ def resolve(
             raise ConfigError("give a preset, or --resume for a run that was begun; `attnrl presets` lists them")
         if not begun.is_file():
             raise MissingFileError(f"--run-dir {run_dir} holds no run to go on with; give a preset to begin one")
-        config = load_config(str(begun), overrides)
-    elif not isinstance(config, Config):
-        config = load_config(str(config), overrides)
-    elif overrides:
-        raise ConfigError("give overrides with a preset's name; a Config is taken as it is")
+        config = begun
+    config = load_config(config, overrides)
     before = json.loads(begun.read_text("utf-8"))["model"]["path"] if resume and begun.is_file() else ""
     path = pin_model(config.model.path, say, before)
     if path == config.model.path:
