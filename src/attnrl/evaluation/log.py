@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from attnrl.checkpoint import write_json
 from attnrl.errors import ConfigError, DataError
-from attnrl.evaluation.results import RESPONSES, SETTINGS, Response, write_whole
+from attnrl.evaluation.results import RESPONSES, SETTINGS, Response
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,8 +31,9 @@ class Log:
 
 
 @contextmanager
-def open_lines(path: Path, what: str) -> Iterator[Log]:
-    """The lines of a file, and room for more; refuses one that another process writes. `what` names its writers.
+def open_lines(path: Path, settings: Mapping[str, Any], what: str) -> Iterator[Log]:
+    """The lines of a file, and room for more; refuses one that another process writes, or that was begun with other
+    settings. `what` names the work that writes it.
 
     A last line without its line break was cut off by a kill and is dropped.
     """
@@ -41,6 +43,7 @@ def open_lines(path: Path, what: str) -> Iterator[Log]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the process, however it ends
         except BlockingIOError as error:
             raise ConfigError(f"{path.parent}: another {what} is writing there; wait for it or name another") from error
+        _check_settings(path.parent, settings, what)
         file.seek(0)
         whole = file.read()
         whole = whole[: whole.rfind(b"\n") + 1]
@@ -57,8 +60,7 @@ def open_log(directory: Path | None, settings: Mapping[str, Any]) -> Iterator[tu
         yield [], None
         return
     path = directory / RESPONSES
-    with open_lines(path, "evaluation") as log:
-        check_settings(directory, settings, "evaluation")
+    with open_lines(path, settings, "evaluation") as log:
         yield _parse(path, log.lines), log
 
 
@@ -74,12 +76,12 @@ def _parse(path: Path, lines: Sequence[bytes]) -> list[Response]:
     return responses
 
 
-def check_settings(directory: Path, settings: Mapping[str, Any], what: str) -> None:
+def _check_settings(directory: Path, settings: Mapping[str, Any], what: str) -> None:
     """Remember the settings of new work; what goes on must have the same."""
     file = directory / SETTINGS
     asked = json.loads(json.dumps(settings))
     if not file.exists():
-        write_whole(file, json.dumps(asked, indent=2) + "\n")
+        write_json(file, asked)
         return
     begun = json.loads(file.read_text(encoding="utf-8"))
     pairs = {key: (begun.get(key), asked.get(key)) for key in sorted(begun.keys() | asked.keys())}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,8 @@ from attnrl.analysis.pages import step_means
 from attnrl.backend import generate_by, score_by
 from attnrl.config import Config, check_taken, check_used
 from attnrl.errors import ConfigError
-from attnrl.evaluation.log import Log, check_settings, open_lines
-from attnrl.evaluation.sampling import fingerprint, request_seed
+from attnrl.evaluation.log import open_lines
+from attnrl.evaluation.sampling import all_jobs, fingerprint, request_seed
 from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
 from attnrl.launch.evaluating import DRAWN, begun_with, settings_of
 from attnrl.launch.models import (
@@ -53,18 +52,6 @@ FILE = "trials.jsonl"
 Job = tuple[int, Prompt, int]  # number of the response, its prompt, its seed
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Experiment:
-    """What the chunks of an experiment share."""
-
-    backend: LocalBackend
-    tokenizer: Any
-    segment: Callable[[Ids], tuple[Step, ...]]
-    decode: Callable[[Ids], str]
-    grade: Grade
-    config: Config
-
-
 def disrupt(
     model: str,
     output: str | Path,
@@ -90,54 +77,48 @@ def disrupt(
     records, samples = evaluation_records(config), evaluation_samples(config)
     tokenizer = load_tokenizer(path)
     prompts = evaluation_prompts(config, records, tokenizer)
-    jobs = all_jobs(prompts, samples, seed)
+    jobs = numbered_jobs(prompts, samples, seed)
     asked = {"model": "demo" if model == "demo" else path, "seed": seed, **_settings(config, prompts, samples)}
     with (
-        open_trials(Path(output), asked) as (done, log),
+        open_lines(Path(output) / FILE, asked, "experiment") as log,
         rewards,
         open_engine(engine, config, path, tokenizer, learn=False) as backend,
     ):
-        shared = Experiment(
-            backend=backend,  # type: ignore[arg-type]  # the local engine, checked above
-            tokenizer=tokenizer,
-            segment=segmenting(bound, tokenizer),
-            decode=decoder(tokenizer),
-            grade=rewards.grade,
-            config=config,
-        )
+        segment, done = segmenting(bound, tokenizer), {line["response"]: line for line in map(json.loads, log.lines)}
         missing = [job for job in jobs if job[0] not in done]
         for start in range(0, len(missing), chunk):
-            lines = run_chunk(missing[start : start + chunk], shared)
+            chosen = missing[start : start + chunk]  # type: ignore below: it is the local engine, as checked above
+            lines = run_chunk(chosen, config, backend, tokenizer, segment, rewards.grade)  # type: ignore[arg-type]
             log.append(map(json.dumps, lines))
             done |= {line["response"]: line for line in lines}
             say(f"{len(done)} of {len(jobs)} responses, {sum(len(line['trials']) for line in done.values())} trials")
     return [Trial(**trial) for number in sorted(done) for trial in done[number]["trials"]]
 
 
-def all_jobs(prompts: Mapping[str, Sequence[Prompt]], samples: Mapping[str, int], seed: int) -> list[Job]:
+def numbered_jobs(prompts: Mapping[str, Sequence[Prompt]], samples: Mapping[str, int], seed: int) -> list[Job]:
     """Every response to draw, numbered; sample by sample over all prompts, so that a part is a fair part."""
-    most = max(samples.values())
-    asked = [
-        (prompt, request_seed(seed, name, row, n))
-        for n in range(most)
-        for name, rows in prompts.items()
-        for row, prompt in enumerate(rows)
-        if n < samples[name]
-    ]
-    return [(number, prompt, stream) for number, (prompt, stream) in enumerate(asked)]
+    asked = sorted(all_jobs(prompts, samples), key=lambda job: job[2])
+    return [(i, prompt, request_seed(seed, name, row - 1, n)) for i, (name, row, n, prompt) in enumerate(asked)]
 
 
-def run_chunk(jobs: Sequence[Job], shared: Experiment) -> list[dict[str, Any]]:
+def run_chunk(
+    jobs: Sequence[Job],
+    config: Config,
+    backend: LocalBackend,
+    tokenizer: Any,
+    segment: Callable[[Ids], tuple[Step, ...]],
+    grade: Grade,
+) -> list[dict[str, Any]]:
     """For each response one line: what it was, and its trials."""
     from attnrl.local.disrupt import continue_without
 
-    algo, wanted = shared.config.algo, shared.config.evaluation
+    algo, wanted, decode = config.algo, config.evaluation, decoder(tokenizer)
     sampling, limit = Sampling(wanted.temperature, wanted.top_p), wanted.max_response_tokens
     requests = [Request(p.ids, limit, s) for _, p, s in jobs]
-    originals = generate_by(shared.backend, requests, sampling)
-    steps = [shared.segment(rollout.ids) for rollout in originals]
+    originals = generate_by(backend, requests, sampling)
+    steps = [segment(rollout.ids) for rollout in originals]
     asked = [ScoreRequest(p.ids, r.ids, s) for (_, p, _), r, s in zip(jobs, originals, steps, strict=True)]
-    scores = score_by(shared.backend, asked, Scoring(True, algo.delta, algo.key_reduce, wanted.temperature))
+    scores = score_by(backend, asked, Scoring(True, algo.delta, algo.key_reduce, wanted.temperature))
     chosen = [choices(*row) for row in zip(jobs, steps, scores, strict=True)]
     spots = [(i, kind, k) for i, found in enumerate(chosen) for kind, k in found.items()]
     requests, hidden = [], []
@@ -148,10 +129,8 @@ def run_chunk(jobs: Sequence[Job], shared: Experiment) -> list[dict[str, Any]]:
         requests.append(Request(context, max(limit - stop, 1), stream + 1 + k))
         hidden.append((len(prompt.ids) + steps[i][k].start, len(prompt.ids) + stop))
     drawn = (
-        shared.backend.generate(requests, sampling),
-        continue_without(
-            shared.backend.model, shared.tokenizer, requests, hidden, sampling, shared.config.engine.local.rows
-        ),
+        backend.generate(requests, sampling),
+        continue_without(backend.model, tokenizer, requests, hidden, sampling, config.engine.local.rows),
     )
     whole = [
         [
@@ -161,7 +140,7 @@ def run_chunk(jobs: Sequence[Job], shared: Experiment) -> list[dict[str, Any]]:
         for row in drawn
     ]
     responses = [*((i, r.ids, r) for i, r in enumerate(originals)), *whole[0], *whole[1]]
-    verdicts = shared.grade([Attempt.of(jobs[i][1], ids, r.finish, shared.decode) for i, ids, r in responses])
+    verdicts = grade([Attempt.of(jobs[i][1], ids, r.finish, decode) for i, ids, r in responses])
     first, intact, disrupted = (verdicts[: len(jobs)], verdicts[len(jobs) :][: len(spots)], verdicts[-len(spots) :])
     lines: list[dict[str, Any]] = [
         {"response": number, "prompt": p.uid, "tokens": len(r.ids), "steps": len(s), "right": v.right, "trials": []}
@@ -192,11 +171,3 @@ def _settings(config: Config, prompts: Mapping[str, Sequence[Prompt]], samples: 
         "reward": [reward.model_dump() for reward in config.reward],
         "dtype": config.model.dtype,
     }
-
-
-@contextmanager
-def open_trials(directory: Path, settings: Mapping[str, Any]) -> Iterator[tuple[dict[int, dict[str, Any]], Log]]:
-    """The lines already there, by response, and the log to add to; refuses a directory of other settings or in use."""
-    with open_lines(directory / FILE, "experiment") as log:
-        check_settings(directory, settings, "experiment")
-        yield {line["response"]: line for line in map(json.loads, log.lines)}, log

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from attnrl.data.texts import stop_token_ids
 from attnrl.local.draw import check_sampling, draw, stream_of, uniforms
 from attnrl.local.models import plain
-from attnrl.types import Finish, Ids, Request, Rollout, Sampling, as_floats, as_ids
+from attnrl.types import Request, Rollout, Sampling, as_floats, as_ids
 
 Span = tuple[int, int]
 FEWEST_RUNNING = 0.75  # of a batch: with fewer, ended rows are taken out of it
@@ -80,18 +79,17 @@ def _batch(
             rows = np.flatnonzero(running)
         visible_BL = torch.cat([visible_BL, torch.ones_like(visible_BL[:, :1])], dim=1)
         position_B = position_B + 1
-        out = _next(model, ids_B, position_B, visible_BL, out.past_key_values)
-    return [_rollout(ids, values, stops) for ids, values in zip(drawn, logprobs, strict=True)]
-
-
-def _next(model: Any, ids_B: Tensor, position_B: Tensor, visible_BL: Tensor, cache: Any) -> Any:
-    return model(
-        input_ids=ids_B[:, None],
-        attention_mask=visible_BL,
-        position_ids=position_B[:, None],
-        past_key_values=cache,
-        use_cache=True,
-    )
+        out = model(
+            input_ids=ids_B[:, None],
+            attention_mask=visible_BL,
+            position_ids=position_B[:, None],
+            past_key_values=out.past_key_values,
+            use_cache=True,
+        )
+    return [
+        Rollout(as_ids(ids), as_floats(values), "stop" if ids[-1] in stops else "length", 0)
+        for ids, values in zip(drawn, logprobs, strict=True)
+    ]
 
 
 def padded(
@@ -100,19 +98,11 @@ def padded(
     """Contexts as one block, padded on the left; what they see of themselves; what later text sees of them. [B, P]"""
     longest = max(len(r.context) for r in requests)
     ids = np.zeros((len(requests), longest), dtype=np.int64)
-    seen = np.zeros_like(ids)
-    for row, request in enumerate(requests):
-        ids[row, longest - len(request.context) :] = request.context
-        seen[row, longest - len(request.context) :] = 1
-    later = seen.copy()
+    seen, later = np.zeros_like(ids), np.zeros_like(ids)
     for row, (request, span) in enumerate(zip(requests, hidden, strict=True)):
+        lead = longest - len(request.context)
+        ids[row, lead:] = request.context
+        seen[row, lead:] = later[row, lead:] = 1
         if span is not None:
-            lead = longest - len(request.context)
             later[row, lead + span[0] : lead + span[1]] = 0
     return ids, seen, later
-
-
-def _rollout(ids: list[int], logprobs: list[float], stops: Sequence[int]) -> Rollout:
-    finish: Finish = "stop" if ids[-1] in stops else "length"
-    drawn: Ids = as_ids(ids)
-    return Rollout(drawn, as_floats(logprobs), finish, 0)
