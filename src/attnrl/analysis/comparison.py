@@ -22,7 +22,6 @@ from attnrl.errors import DataError
 
 Axis = Literal["iterations", "updates", "tokens", "seconds"]
 SEED_KEYS = (("run", "seed"), ("data", "tasks", "seed"))
-IGNORED = ("about",)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,8 +81,7 @@ def _identity(config: dict[str, Any]) -> str:
         stripped = Config.model_validate(config).model_dump(mode="json")
     except ValidationError:  # of another version: as it was written
         stripped = copy.deepcopy(config)
-    for key in IGNORED:
-        stripped.pop(key, None)
+    stripped.pop("about", None)
     for *path, last in SEED_KEYS:
         section: Any = stripped
         for key in path:

@@ -79,13 +79,14 @@ def run(argv: list[str]) -> int:
             code: int = importlib.import_module(f"attnrl.cli.{argv[0]}").main(argv[1:]) or 0
             sys.stdout.flush()  # here, where a reader that has gone is no error
             return code
-    except AttnRLError as error:
-        print(f"attnrl {argv[0]}: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # whoever read the output has gone, as `| head` does: nothing is left to say, and to whom
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (OSError, UnicodeError) as error:  # a file or folder that cannot be read or written: the system says which
+    except (
+        AttnRLError,
+        OSError,
+        UnicodeError,
+    ) as error:  # the system says which file it cannot read or write
         print(f"attnrl {argv[0]}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:

@@ -182,16 +182,13 @@ def _read_parquet(label: str, path: Path) -> Iterator[Row]:
 
 def _read_lines(label: str, text: str) -> Iterator[Row]:
     # not splitlines(): U+2028 and its kin are legal inside JSON strings
-    row = 1
-    for number, line in enumerate(io.StringIO(text, newline="\n"), start=1):
-        if not line.strip():
-            continue
+    lines = enumerate(io.StringIO(text, newline="\n"), start=1)
+    for row, (number, line) in enumerate(((n, line) for n, line in lines if line.strip()), start=1):
         try:
             columns = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{label}:{row} (line {number}): not JSON ({error.msg}); one object a line") from error
         yield _row(label, row, columns)
-        row += 1
 
 
 def _read_json(label: str, text: str) -> Iterator[Row]:

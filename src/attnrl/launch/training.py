@@ -115,8 +115,11 @@ def train(
         open_engine(ready.engine, config, ready.model, tokenizer, run_dir=run_dir) as backend,
     ):
         run.begin(values, declared_by(ready.bound["rule"]))
-        say_where_it_goes_on(run_dir, state, say)
-        watching = [console_line(config), *trackers_of(config, run_dir, state), *observers]
+        kept, recorded = -1 if state is None else state.iteration, last_recorded(run_dir)
+        if recorded >= 0:
+            say(f"{run_dir} goes on {'from the start: no checkpoint yet' if kept < 0 else f'after iteration {kept}'}")
+        trackers = open_trackers(config.run.trackers, run_dir, values, kept=kept, recorded=recorded)
+        watching = [console_line(config), *trackers, *observers]
         segment, decode = segmenting(ready.bound, tokenizer), decoder(tokenizer)
         parts = build_parts(config, ready.bound, backend, stream, segment, decode, rewards.grade, rewards.metrics)
         state = loop(
@@ -182,13 +185,6 @@ def check_evaluation(config: Config) -> None:
         raise ConfigError(f"run.keep_best = {config.run.keep_best!r}, but nothing is evaluated; set evaluation.every")
 
 
-def trackers_of(config: Config, run_dir: Path, state: State | None) -> Sequence[Observer]:
-    """The trackers of a config, where a run goes on from the iteration it was saved at."""
-    kept = -1 if state is None else state.iteration
-    values = config.model_dump(mode="json")
-    return open_trackers(config.run.trackers, run_dir, values, kept=kept, recorded=last_recorded(run_dir))
-
-
 def finished_note(state: State, config: Config) -> str:
     """How a run ended and what continues it; empty where it has not ended."""
     limits = config.run
@@ -200,9 +196,3 @@ def finished_note(state: State, config: Config) -> str:
         f"is finished: {counted(state.iteration, 'iteration')}, {state.generated_tokens:,} tokens generated.\n"
         f"To train on, give the same command with --run.{key} above {value}."
     )
-
-
-def say_where_it_goes_on(run_dir: Path, state: State | None, say: Say) -> None:
-    if last_recorded(run_dir) >= 0:
-        place = "from the start: no checkpoint yet" if state is None else f"after iteration {state.iteration}"
-        say(f"{run_dir} goes on {place}")

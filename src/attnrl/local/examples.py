@@ -7,6 +7,7 @@ Shapes: T tokens of a batch, N of them predict a solution token.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -114,14 +115,11 @@ def make_batch(recipe: Recipe, index: int) -> Examples:
         for example in make_examples(recipe, "train", start, 16):
             length = len(example.prompt) + len(example.solution)
             if length > room:
-                return lay_out(chosen or [_cut(example, recipe.tokens)], recipe.tokens)
+                cut = example.solution[: max(1, recipe.tokens - len(example.prompt))]
+                return lay_out(chosen or [replace(example, solution=cut)], recipe.tokens)
             chosen.append(example)
             room -= length
         start += 16
-
-
-def _cut(example: Example, tokens: int) -> Example:
-    return replace(example, solution=example.solution[: max(1, tokens - len(example.prompt))])
 
 
 def lay_out(examples: Sequence[Example], tokens: int) -> Examples:
@@ -140,20 +138,17 @@ def lay_out(examples: Sequence[Example], tokens: int) -> Examples:
 
 def batches(recipe: Recipe, *, workers: int) -> Generator[Examples, None, None]:
     """Batches 0, 1, 2, ... without end; `workers` processes stay ahead of the consumer (0: made in this process)."""
+    numbers = itertools.count()
     if workers == 0:
-        index = 0
-        while True:
-            yield make_batch(recipe, index)
-            index += 1
+        yield from (make_batch(recipe, number) for number in numbers)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
-        waiting: deque[Future[Examples]] = deque(pool.submit(make_batch, recipe, i) for i in range(4 * workers))
-        index = len(waiting)
+        waiting: deque[Future[Examples]] = deque()
+        waiting.extend(pool.submit(make_batch, recipe, next(numbers)) for _ in range(4 * workers))
         try:
             while True:
                 batch = waiting.popleft().result()
-                waiting.append(pool.submit(make_batch, recipe, index))
-                index += 1
+                waiting.append(pool.submit(make_batch, recipe, next(numbers)))
                 yield batch
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

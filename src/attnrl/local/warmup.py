@@ -148,7 +148,7 @@ class Warmup:
     def train(self, observer: Observer | None = None) -> dict[str, float]:
         """Run until the budget or the target is reached; returns the metrics of the last check."""
         options = self.options
-        workers = default_workers(options.workers)
+        workers = min(14, max(1, (os.cpu_count() or 2) - 1)) if options.workers is None else options.workers
         start, checks = 0.0, 0
         losses: list[torch.Tensor] = []
         tell = _Teller(observer)
@@ -350,11 +350,6 @@ class _Teller:
             return
         self._last, self._known = now, max(known, self._known)
         self._observer(share, metrics())
-
-
-def default_workers(workers: int | None) -> int:
-    """All cores but one, at most 14, unless a number is given."""
-    return min(14, max(1, (os.cpu_count() or 2) - 1)) if workers is None else workers
 
 
 def _packs(batch: Examples, device: torch.device, tokens: int | None) -> list[Pack]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager
 from pathlib import Path
 from traceback import extract_tb
 from types import TracebackType
@@ -72,11 +73,8 @@ def verdict_row(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-class Placed:
+class Placed(AbstractContextManager["Placed"]):
     """Around a call of a user's function: what it raises carries the line of the user's file as a note."""
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         frames = extract_tb(trace)[1:]  # the first is the caller's

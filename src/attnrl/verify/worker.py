@@ -9,9 +9,9 @@ inside one long C call or after the caller's death.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import pkgutil
 import resource
 import signal
 import sys
@@ -26,8 +26,7 @@ MESSAGE = 500  # characters of an exception's message that are kept
 
 def make(factory: str, options: dict[str, Any]) -> Callable[[Any], Any]:
     """The function to serve."""
-    module, _, name = factory.partition(":")
-    served: Callable[[Any], Any] = getattr(importlib.import_module(module), name)(**options)
+    served: Callable[[Any], Any] = pkgutil.resolve_name(factory)(**options)
     return served
 
 
