@@ -87,7 +87,7 @@ def disrupt(
         segment, done = segmenting(bound, tokenizer), {line["response"]: line for line in map(json.loads, log.lines)}
         missing = [job for job in jobs if job[0] not in done]
         for start in range(0, len(missing), chunk):
-            chosen = missing[start : start + chunk]  # type: ignore below: it is the local engine, as checked above
+            chosen = missing[start : start + chunk]  # by the local engine, as checked above
             lines = run_chunk(chosen, config, backend, tokenizer, segment, rewards.grade)  # type: ignore[arg-type]
             log.append(map(json.dumps, lines))
             done |= {line["response"]: line for line in lines}
