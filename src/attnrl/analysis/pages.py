@@ -237,11 +237,6 @@ def page_texts(page: dict[str, Any]) -> list[str]:
     return found
 
 
-def visible_page(page: dict[str, Any]) -> dict[str, Any]:
-    """The page with control characters made visible, nothing cut."""
-    return map_texts(page, lambda text: text.translate(VISIBLE))
-
-
 def clip_page(page: dict[str, Any], budget: int) -> dict[str, Any]:
     """The page with its texts cut to about `budget` characters, the longest ones first."""
     limit = fair_limit([len(text) for text in page_texts(page)], budget)

@@ -240,11 +240,6 @@ def pipeline_figure(plt: Any, methods: Sequence[Method]) -> Any:
     return figure
 
 
-def write_disruption(trials: Sequence[Trial], out: Path) -> list[Path]:
-    """Writes the figure of the disruption experiment in all formats."""
-    return save_figure(draw_disruption(trials), out, "fig3_disruption")
-
-
 def draw_disruption(trials: Sequence[Trial]) -> Any:
     """The figure of the disruption experiment: accuracy by type, and by position of the hidden step. Paper: Fig. 3."""
     plt = pyplot()

@@ -16,7 +16,7 @@ from attnrl.analysis.curves import POINTS
 from attnrl.analysis.forests import read_table
 from attnrl.analysis.index import Entry, index_file, read_entry
 from attnrl.analysis.page import run_page
-from attnrl.analysis.pages import forest_page, visible_page
+from attnrl.analysis.pages import VISIBLE, forest_page, map_texts
 from attnrl.analysis.positions import fci_by_position
 from attnrl.analysis.records import RunRecord, read_run
 from attnrl.errors import DataError, MissingFileError
@@ -92,7 +92,7 @@ class Watch:
                 self.entries[iteration] = entries
 
     def forest(self, iteration: int, number: int) -> dict[str, Any]:
-        """One forest, nothing cut."""
+        """One forest, nothing cut, control characters made visible."""
         entries = self.entries.get(iteration)
         if not entries:  # not indexed yet, broken, or not on record
             file = self.path / "forests" / f"{iteration:06d}.parquet"
@@ -103,7 +103,8 @@ class Watch:
             raise MissingFileError(
                 f"{self.name}, iteration {iteration}: {len(entries)} forests, none numbered {number + 1}"
             )
-        return visible_page(forest_page(read_entry(entries[number]), self.record()))
+        page = forest_page(read_entry(entries[number]), self.record())
+        return map_texts(page, lambda text: text.translate(VISIBLE))
 
     def search(self, words: str, before: int | None) -> dict[str, Any]:
         """Forests whose prompt or some response holds the words, in iterations under `before`, newest first.

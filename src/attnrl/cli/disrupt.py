@@ -62,10 +62,10 @@ def main(argv: list[str]) -> None:
 
 def draw(trials: list[Trial], output: Path) -> str:
     """Writes the figure; says where, or why not."""
-    from attnrl.analysis.plots import write_disruption
+    from attnrl.analysis.plots import draw_disruption, save_figure
 
     try:
-        files = write_disruption(trials, output)
+        files = save_figure(draw_disruption(trials), output, "fig3_disruption")
     except MissingExtraError as error:
         return f"results in {output}; no figure: {error}"
     return f"results in {output}: {', '.join(file.name for file in files)}"
