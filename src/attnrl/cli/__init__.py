@@ -82,11 +82,7 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:  # whoever read the output has gone, as `| head` does: nothing is left to say, and to whom
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (
-        AttnRLError,
-        OSError,
-        UnicodeError,
-    ) as error:  # the system says which file it cannot read or write
+    except (AttnRLError, OSError, UnicodeError) as error:  # of a file, the system says which
         print(f"attnrl {argv[0]}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
