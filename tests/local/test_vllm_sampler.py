@@ -1,4 +1,4 @@
-"""What the vLLM sampler does around vLLM, over a stand-in that keeps vLLM's rules; vLLM itself needs a CUDA device."""
+"""What the vLLM sampler does around vLLM, over a stand-in with vLLM's rules; the real one: `test_vllm_itself.py`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,11 @@ class Engine:
         self.log: list[str] = []
         type(self).built.append(self)
 
-    def apply_model(self, function: Any) -> None:
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         assert not self.asleep
-        function(SimpleNamespace(load_weights=self._load))
-
-    def _load(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
-        self.weights = int(dict(weights)["model.norm.weight"][0])
+        assert method == "reload_weights"
+        self.weights = int(dict(kwargs["weights_iterator"])["model.norm.weight"][0])
         self.log.append(f"load {self.weights}")
-        return {name for name, _ in weights}
 
     def reset_prefix_cache(self) -> bool:
         self.prefixes.clear()
@@ -121,6 +118,7 @@ def test_every_new_policy_is_shown_and_no_old_prefix_is_found(model: Any, librar
 def test_it_sleeps_while_the_learner_works(model: Any, library: Any) -> None:
     set_weight(model, 7)
     sampler = VllmSampler(model, stop_ids=[STOP], longest=64, library=library)
+    sampler._sleeps = True  # as on a CUDA device
     sampler.rest()  # before it was built: nothing to do
     sampler.generate(REQUESTS, Sampling(), version=0)
     sampler.rest()

@@ -59,7 +59,7 @@ class LocalConfig(Section):
     """The engine on one machine, CPU or one CUDA GPU."""
 
     sampler: Literal["auto", "own", "vllm"] = "auto"
-    """What draws responses: own, vllm (extra vllm, CUDA), or auto: the one that was measured to be faster here."""
+    """What draws responses: own, vllm (extra vllm), or auto: the one that was measured to be faster here."""
     device: str = "auto"
     """auto (CUDA where there is one), cpu, cuda."""
     threads: int | None = Field(None, ge=1, json_schema_extra=MAY_CHANGE)

