@@ -40,6 +40,7 @@ EQUIVALENT = Path(__file__).with_name("mutations_equivalent.toml")
 LOOP = [
     "tests/test_schedules.py",
     "tests/test_iteration.py",
+    "tests/test_grading.py",
     "tests/test_overlap.py",
     "tests/test_updates.py",
     "tests/algo/test_promises.py",

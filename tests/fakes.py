@@ -11,7 +11,7 @@ import numpy as np
 
 from attnrl.algo.promises import steps_by
 from attnrl.config import Config
-from attnrl.iteration import Parts
+from attnrl.iteration import Outcome, Parts
 from attnrl.launch.parts import build_parts, check_parts
 from attnrl.types import (
     Attempt,
@@ -138,3 +138,9 @@ def fake_parts(config: Config, backend: FakeBackend | None = None) -> Parts:
         return steps_by(bound["segmenter"], texts(ids))
 
     return build_parts(config, bound, backend or FakeBackend(), FakeStream(), segment, decode, grade, dict)
+
+
+def told(outcome: Outcome) -> str:
+    """All of an outcome but its clock and the engine's own count of its calls."""
+    metrics = {k: v for k, v in outcome.metrics.items() if not k.startswith(("seconds/", "fake/"))}
+    return repr((outcome.state, sorted(metrics.items()), outcome.forests, outcome.samples, outcome.reasons))

@@ -20,7 +20,7 @@ from attnrl.run import open_run, read_metrics
 from attnrl.schedules import on_policy, one_step_off_policy, overlapped
 from attnrl.trainer import train
 from attnrl.types import Rollout, Sample, State
-from fakes import FakeBackend, fake_parts
+from fakes import FakeBackend, fake_parts, told
 from processes import LIMIT
 
 SMALL = {"algo.prompts": 4, "sampling.max_response_tokens": 80, "algo.schedule": "overlapped"}
@@ -78,12 +78,6 @@ def outcomes(schedule: Callable[[State, Parts], Outcome], backend: FakeBackend, 
         found.append(schedule(state, parts))
         state = found[-1].state
     return found
-
-
-def told(outcome: Outcome) -> str:
-    """All of an outcome but its clock and the engine's own count of its calls."""
-    metrics = {k: v for k, v in outcome.metrics.items() if not k.startswith(("seconds/", "fake/"))}
-    return repr((outcome.state, sorted(metrics.items()), outcome.forests, outcome.samples, outcome.reasons))
 
 
 def versions(outcome: Outcome) -> tuple[set[int], set[int], set[int]]:

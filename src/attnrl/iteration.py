@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -38,12 +41,15 @@ from attnrl.types import (
     Sample,
     Sampling,
     ScoreRequest,
+    Scores,
     Scoring,
     State,
     Step,
     Trunk,
     Verdict,
 )
+
+GIVE_UP_EVERY = 0.1  # seconds; what is given up may just have handed over more
 
 
 class Stream(Protocol):
@@ -62,6 +68,7 @@ class Parts:
     segment: Callable[[Ids], tuple[Step, ...]]  # response -> steps
     grade: Grade  # attempts -> verdicts
     graded: Callable[[], dict[str, float]]  # metrics of the rewards since last asked
+    give_up: Callable[[], None]  # from another thread: what is being graded ends soon, whatever its verdicts
     rule: Rule  # where to branch, Eq. 7
     filter: Filter  # which prompts, Eq. 8
     budget: Budget  # trees per prompt, Eq. 9
@@ -111,6 +118,58 @@ class Clock:
         return {**errors, **named, **total}
 
 
+class Grading(AbstractContextManager["Grading"]):
+    """Grades while the engine works: in one thread, one batch at a time, in the order in which they were begun.
+
+    The thread ends with the block. Where that is left by an error, what is not yet graded is given up; an error that
+    grading has met by then, and nobody has waited for, is told in a note of the other.
+    """
+
+    def __init__(self, parts: Parts, clock: Clock) -> None:
+        self.parts, self.clock = parts, clock
+        self.thread = ThreadPoolExecutor(1, "attnrl-grading")
+        self.begun: list[Future[list[Verdict]]] = []
+        self.busy = threading.Lock()
+        self.over = False
+
+    def begin(
+        self, responses: Sequence[Ids], rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
+    ) -> Callable[[], list[Verdict]]:
+        """At once, what waits for the verdicts of whole responses or raises what went wrong. Their texts are made
+        here: a tokenizer is not for two threads at a time.
+        """
+        with self.clock.phase("verify"):
+            rows = zip(prompts, responses, rollouts, strict=True)
+            attempts = [Attempt.of(prompt, ids, rollout.finish, self.parts.decode) for prompt, ids, rollout in rows]
+            batch = self.thread.submit(copy_context().run, self._grade, attempts, self.begun[-1:])
+        self.begun.append(batch)
+
+        def verdicts() -> list[Verdict]:
+            with self.clock.phase("verify"):
+                found = batch.result()
+            self.clock.errors.update(v.error.partition(":")[0] for v in found if v.error is not None)
+            return found
+
+        return verdicts
+
+    def _grade(self, attempts: Sequence[Attempt], before: Sequence[Future[list[Verdict]]]) -> list[Verdict]:
+        with self.busy:
+            for batch in before:
+                batch.result()  # after one that failed, no other is begun
+            return [] if self.over else self.parts.grade(attempts)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            failed = next((e for batch in self.begun if batch.done() and (e := batch.exception())), error)
+            if failed is not error:
+                error.add_note(f"Grading had failed too: {type(failed).__name__}: {failed}")
+            self.over = True  # also for a batch that a signal keeps out of `begun`
+            while not self.busy.acquire(timeout=GIVE_UP_EVERY):
+                self.parts.give_up()
+            self.busy.release()
+        self.thread.shutdown()
+
+
 def first_state(parts: Parts, seed: int) -> State:
     """The state before the first iteration."""
     return State(batch_size=float(parts.prompts), rng=dict(np.random.default_rng(seed).bit_generator.state))
@@ -150,13 +209,14 @@ def check_age(waiting: Sequence[Group], version: int) -> None:
 def draw_groups(
     prompts: Sequence[Prompt], parts: Parts, rng: np.random.Generator, clock: Clock
 ) -> tuple[list[Group], list[Rollout]]:
-    """The trunks of some prompts by a generation call of their own, verified and scored; and as they were drawn."""
+    """The trunks of some prompts by a generation call of their own, graded while they are scored; and as drawn."""
     with clock.phase("generate"):
         rollouts = generate_by(parts.backend, request_trunks(prompts, parts, rng), parts.sampling)
-    with clock.phase("verify"):
-        verdicts = grade_trunks(prompts, rollouts, parts, clock)
-    with clock.phase("score"):
-        return score_trunks(prompts, rollouts, verdicts, parts), rollouts
+    with Grading(parts, clock) as grading:
+        verdicts = grade_trunks(prompts, rollouts, parts, grading)
+        with clock.phase("score"):
+            scored = score_trunks(prompts, rollouts, parts)
+        return group_trunks(prompts, rollouts, verdicts(), scored, parts), rollouts
 
 
 def plan_branches(
@@ -183,38 +243,37 @@ def request_branches(plans: Sequence[Plan], parts: Parts, rng: np.random.Generat
     return [r for p in plans for r in branch_requests(p, width=parts.width, max_tokens=limit, rng=rng)]
 
 
-def grade(
-    responses: Sequence[Ids], rollouts: Sequence[Rollout], prompts: Sequence[Prompt], parts: Parts, clock: Clock
-) -> list[Verdict]:
-    """Verdicts of whole responses."""
-    rows = zip(prompts, responses, rollouts, strict=True)
-    verdicts = parts.grade([Attempt.of(prompt, ids, rollout.finish, parts.decode) for prompt, ids, rollout in rows])
-    clock.errors.update(v.error.partition(":")[0] for v in verdicts if v.error is not None)
-    return verdicts
-
-
-def grade_trunks(prompts: Sequence[Prompt], rollouts: Sequence[Rollout], parts: Parts, clock: Clock) -> list[Verdict]:
-    """Verdicts of the trunks of these prompts."""
+def grade_trunks(
+    prompts: Sequence[Prompt], rollouts: Sequence[Rollout], parts: Parts, grading: Grading
+) -> Callable[[], list[Verdict]]:
+    """At once, what waits for the verdicts of the trunks of these prompts."""
     owners = [p for p in prompts for _ in range(parts.group)]
-    return grade([r.ids for r in rollouts], rollouts, owners, parts, clock)
+    return grading.begin([r.ids for r in rollouts], rollouts, owners)
 
 
-def grow(plans: Sequence[Plan], rollouts: Sequence[Rollout], parts: Parts, clock: Clock) -> list[Forest]:
-    """The forests that the plans and the branches drawn for them make; all branches are graded in one call."""
+def grow(
+    plans: Sequence[Plan], rollouts: Sequence[Rollout], parts: Parts, grading: Grading
+) -> Callable[[], list[Forest]]:
+    """At once, what waits for the forests that the plans and the branches drawn for them make; all branches are
+    graded in one batch.
+    """
     bounds = np.cumsum([0, *(len(p.spots) * parts.width for p in plans)]).tolist()
     spans = [slice(a, b) for a, b in pairwise(bounds)]
     responses = [r for p, s in zip(plans, spans, strict=True) for r in whole_responses(p, rollouts[s], parts.width)]
     owners = [p.group.prompt for p, s in zip(plans, spans, strict=True) for _ in rollouts[s]]
-    verdicts = grade(responses, rollouts, owners, parts, clock)
-    return [plant(p, rollouts[s], verdicts[s], parts.width) for p, s in zip(plans, spans, strict=True)]
+    graded = grading.begin(responses, rollouts, owners)
+
+    def forests() -> list[Forest]:
+        verdicts = graded()
+        return [plant(p, rollouts[s], verdicts[s], parts.width) for p, s in zip(plans, spans, strict=True)]
+
+    return forests
 
 
 def score_trunks(
-    prompts: Sequence[Prompt], rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], parts: Parts
-) -> list[Group]:
-    """The groups of trunks, cut into steps and scored. A trunk whose verdict is an error is left out: an error is no
-    evidence; a prompt that loses all of its trunks so is left out as well.
-    """
+    prompts: Sequence[Prompt], rollouts: Sequence[Rollout], parts: Parts
+) -> list[tuple[tuple[Step, ...], Scores]]:
+    """Of each trunk of these prompts its steps and scores."""
     owners = [p for p in prompts for _ in range(parts.group)]
     steps = [parts.segment(r.ids) for r in rollouts]
     if parts.scoring is not None:
@@ -222,7 +281,20 @@ def score_trunks(
         scores = score_by(parts.backend, asked, parts.scoring)
     else:
         scores = [unscored(r, s) for r, s in zip(rollouts, steps, strict=True)]
-    trunks = [Trunk(*row) for row in zip(rollouts, verdicts, steps, scores, strict=True)]
+    return list(zip(steps, scores, strict=True))
+
+
+def group_trunks(
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Rollout],
+    verdicts: Sequence[Verdict],
+    scored: Sequence[tuple[tuple[Step, ...], Scores]],
+    parts: Parts,
+) -> list[Group]:
+    """The groups of these prompts. A trunk whose verdict is an error is left out: an error is no evidence; a prompt
+    that loses all of its trunks so is left out as well.
+    """
+    trunks = [Trunk(r, v, *both) for r, v, both in zip(rollouts, verdicts, scored, strict=True)]
     groups = []
     for i, prompt in enumerate(prompts):
         sound = [t for t in trunks[i * parts.group : (i + 1) * parts.group] if t.verdict.error is None]

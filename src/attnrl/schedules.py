@@ -16,6 +16,7 @@ from attnrl.algo.reasons import Reasons
 from attnrl.backend import begin_by, generate_by
 from attnrl.iteration import (
     Clock,
+    Grading,
     Outcome,
     Parts,
     adapt,
@@ -23,6 +24,7 @@ from attnrl.iteration import (
     draw_groups,
     give_reasons,
     grade_trunks,
+    group_trunks,
     grow,
     plan_branches,
     prime,
@@ -49,15 +51,18 @@ def one_step_off_policy(state: State, parts: Parts) -> Outcome:
     branches, trunks = request_branches(plans, parts, rng), request_trunks(prompts, parts, rng)
     with clock.phase("generate"):
         rollouts = generate_by(parts.backend, [*branches, *trunks], parts.sampling)
-    with clock.phase("verify"):
-        forests = grow(plans, rollouts[: len(branches)], parts, clock)
-        verdicts = grade_trunks(prompts, rollouts[len(branches) :], parts, clock)
-    # score
-    with clock.phase("score"):
-        waiting = score_trunks(prompts, rollouts[len(branches) :], verdicts, parts)
-    # update
-    with clock.phase("update"):
-        samples, learned = update(forests, parts, rng)
+    fresh = rollouts[len(branches) :]
+    with Grading(parts, clock) as grading:  # begins; verdicts are waited for where they are needed
+        grown = grow(plans, rollouts[: len(branches)], parts, grading)
+        verdicts = grade_trunks(prompts, fresh, parts, grading)
+        # score
+        with clock.phase("score"):
+            scored = score_trunks(prompts, fresh, parts)
+        # update
+        forests = grown()
+        with clock.phase("update"):
+            samples, learned = update(forests, parts, rng)
+        waiting = group_trunks(prompts, fresh, verdicts(), scored, parts)
     # adapt
     after = adapt(state, samples, rollouts, parts, rng, waiting=tuple(waiting), memory=memory, stream=stream)
     metrics = describe(state, state.waiting, forests, [*primed, *rollouts], parts) | learned | clock.metrics()
@@ -81,18 +86,18 @@ def overlapped(state: State, parts: Parts) -> Outcome:
         branches = begin_by(parts.backend, request_branches(plans, parts, rng), parts.sampling)
         trunks = begin_by(parts.backend, request_trunks(prompts, parts, rng), parts.sampling)
         rollouts = branches()
-    with clock.phase("verify"):
-        forests = grow(plans, rollouts, parts, clock)
-    # update
-    with clock.phase("update"):
-        samples, learned = update(forests, parts, rng)
-    # score
-    with clock.phase("generate"):
-        fresh = trunks()
-    with clock.phase("verify"):
-        verdicts = grade_trunks(prompts, fresh, parts, clock)
-    with clock.phase("score"):
-        waiting = score_trunks(prompts, fresh, verdicts, parts)
+    with Grading(parts, clock) as grading:
+        forests = grow(plans, rollouts, parts, grading)()
+        # update
+        with clock.phase("update"):
+            samples, learned = update(forests, parts, rng)
+        # score, and grade meanwhile
+        with clock.phase("generate"):
+            fresh = trunks()
+        verdicts = grade_trunks(prompts, fresh, parts, grading)
+        with clock.phase("score"):
+            scored = score_trunks(prompts, fresh, parts)
+        waiting = group_trunks(prompts, fresh, verdicts(), scored, parts)
     # adapt
     rollouts = [*rollouts, *fresh]
     after = adapt(state, samples, rollouts, parts, rng, waiting=tuple(waiting), memory=memory, stream=stream)
@@ -135,8 +140,8 @@ def two_calls(state: State, parts: Parts, *, fill: bool) -> Outcome:
     branches = request_branches(plans, parts, rng)
     with clock.phase("generate"):
         second = generate_by(parts.backend, branches, parts.sampling)
-    with clock.phase("verify"):
-        forests = grow(plans, second, parts, clock)
+    with Grading(parts, clock) as grading:
+        forests = grow(plans, second, parts, grading)()
     # update
     with clock.phase("update"):
         samples, learned = update(forests, parts, rng)

@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from attnrl.cli import presets, run
+from attnrl.errors import TrainingError
+
 SMALL = "--algo.prompts 2 --algo.group 2 --run.iterations 3 --evaluation.every 0 --data.train_tasks 50"
 
 
@@ -46,3 +51,16 @@ def test_a_run_that_learns_nothing_says_so_and_keeps_its_best_all_the_same(tmp_p
     assert (tmp_path / "run/best/model/config.json").exists()
     assert attnrl(tmp_path, "report", "run").returncode == 0
     assert "nothing trained in 3 of 3 iterations" in (tmp_path / "run/report.html").read_text()
+
+
+def test_what_an_error_notes_is_said_with_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: list[str]) -> None:
+        error = TrainingError("the engine broke")
+        error.add_note("Grading had failed too: ValueError: no judge")
+        raise error
+
+    monkeypatch.setattr(presets, "main", fail)
+    assert run(["presets"]) == 2
+    assert capsys.readouterr().err == "attnrl presets: the engine broke\nGrading had failed too: ValueError: no judge\n"

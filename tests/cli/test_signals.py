@@ -179,6 +179,45 @@ def test_a_second_signal_ends_a_run_at_once_and_a_model_of_a_run_starts_another(
     assert "stopped; the same command with --resume goes on" in command.output
 
 
+SLOW_REWARDS = """
+import asyncio, pathlib, time
+
+def asked():
+    pathlib.Path("asked").touch()
+
+async def judge(attempt):
+    asked()
+    await asyncio.sleep(3600)
+    return 1.0
+
+def tests(attempts):
+    asked()
+    time.sleep(3600)
+    return [1.0] * len(attempts)
+"""
+
+
+@pytest.mark.parametrize(("reward", "limit"), [("judge", "async_timeout_s"), ("tests", "timeout_s")])
+def test_a_second_signal_ends_a_run_whose_reward_is_at_work(
+    start: Callable[..., Command], tmp_path: Path, reward: str, limit: str
+) -> None:
+    """It is graded beside the engine; nobody waits for what would take an hour."""
+    folder, run = tmp_path / "outputs", tmp_path / "run"
+    folder.mkdir()
+    (folder / "slow_rewards.py").write_text(SLOW_REWARDS)
+    words = ["--run-dir", str(run), "--reward", f"slow_rewards:{reward}", f"--verify.{limit}", "3600"]
+    command = start("train", "demo", *words, *TINY.split())
+    command.wait_for((folder / "asked").exists)
+    command.send(signal.SIGINT)
+    command.wait_for(lambda: "stopping after this iteration" in command.output)
+    command.send(signal.SIGINT)
+    assert command.end() == 130, command.output
+    command.check_nothing_is_left()
+    assert checkpoints(run) == []
+    assert "Traceback" not in command.output
+    assert "stopped; the same command with --resume goes on" in command.output
+
+
 @SIGNALS
 def test_verify_leaves_no_process(start: Callable[..., Command], tmp_path: Path, number: Any, code: int) -> None:
     endless = {"response": r"\boxed{\lim_{x \to 0} 99999999!}", "gold": "5"}  # keeps a worker until its time is up

@@ -83,7 +83,7 @@ def run(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (AttnRLError, OSError, UnicodeError) as error:  # of a file, the system says which
-        print(f"attnrl {argv[0]}: {error}", file=sys.stderr)
+        print(f"attnrl {argv[0]}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         said = f"attnrl {argv[0]}: {stop}" if str(stop) else f"stopped{GO_ON.get(argv[0], '')}"

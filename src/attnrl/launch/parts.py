@@ -111,6 +111,7 @@ def build_parts(
     decode: Callable[[Ids], str],
     grade: Grade,
     graded: Callable[[], dict[str, float]],
+    give_up: Callable[[], None] = lambda: None,
 ) -> Parts:
     """The parts of an iteration over an engine, a stream of prompts, what is needed of a tokenizer, and rewards."""
     algo = config.algo
@@ -121,6 +122,7 @@ def build_parts(
         segment=segment,
         grade=grade,
         graded=graded,
+        give_up=give_up,
         rule=bound["rule"],
         filter=bound["filter"],
         budget=bound["budget"],

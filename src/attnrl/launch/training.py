@@ -121,7 +121,10 @@ def train(
         trackers = open_trackers(config.run.trackers, run_dir, values, kept=kept, recorded=recorded)
         watching = [console_line(config), *trackers, *observers]
         segment, decode = segmenting(ready.bound, tokenizer), decoder(tokenizer)
-        parts = build_parts(config, ready.bound, backend, stream, segment, decode, rewards.grade, rewards.metrics)
+        give_up = partial(rewards.close, wait=False)
+        parts = build_parts(
+            config, ready.bound, backend, stream, segment, decode, rewards.grade, rewards.metrics, give_up
+        )
         state = loop(
             parts,
             find(SCHEDULES, config.algo.schedule),

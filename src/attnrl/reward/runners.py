@@ -148,9 +148,11 @@ class InLoop:
         self.function, self.label, self.concurrency, self.timeout_s = function, label, concurrency, timeout_s
         self.loop: asyncio.AbstractEventLoop | None = None
         self.owner = 0
+        self.lock = threading.Lock()  # a batch is handed to a loop before that is told to stop, or to the next one
 
     def start(self, attempts: Sequence[Attempt]) -> Finish:
-        future = asyncio.run_coroutine_threadsafe(self._all(attempts), self._running())
+        with self.lock:
+            future = asyncio.run_coroutine_threadsafe(self._all(attempts), self._running())
         rounds = ceil(len(attempts) / self.concurrency)
 
         def finish() -> list[Verdict]:
@@ -197,9 +199,10 @@ class InLoop:
         return self.loop
 
     def close(self, *, wait: bool = True) -> None:
-        if self.loop is not None and self.owner == os.getpid():
-            self.loop.call_soon_threadsafe(self.loop.stop)
-        self.loop = None
+        with self.lock:
+            if self.loop is not None and self.owner == os.getpid():
+                self.loop.call_soon_threadsafe(self.loop.stop)
+            self.loop = None
 
 
 class Threads(ThreadPoolExecutor):
