@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,13 @@ def learner(model: Any, **keys: Any) -> Learner:
     return Learner(model, options=UpdateConfig(**{"kl_weight": 0.0, "minibatches": 1, **keys}))
 
 
+@pytest.fixture(params=["kept", "again"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What layers that run again do with it, over sequences of 16 tokens."""
+    monkeypatch.setattr(recompute, "LONG", {"kept": 16, "again": 17}[request.param])
+    return str(request.param)
+
+
 def gradients(model: Any, **keys: Any) -> list[torch.Tensor]:
     made = learner(model, **keys)
     made.accumulate(batch(), [[0, 1, 2, 3], [4, 5]])
@@ -68,6 +76,7 @@ def gradients(model: Any, **keys: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("kind", "lora"), [("qwen2", False), ("qwen2", True), ("gpt2", False), ("gpt_neox", False), ("gemma2", False)]
 )
+@pytest.mark.usefixtures("attention")
 def test_gradients_do_not_depend_on_which_layers_run_again(kind: str, lora: bool, share: bool) -> None:
     """To the bit: the same operations over the same numbers, some of them twice."""
     kept = gradients(tiny(kind, lora=lora), gradient_checkpointing="none", share_prefixes=share)
@@ -91,22 +100,48 @@ def test_the_first_layers_run_again_and_no_others(kind: str) -> None:
         assert [ran[i] for i in range(LAYERS)] == counts
 
 
-def test_attention_does_not_run_again() -> None:
-    """Its results are kept; everything else of a layer that runs again is computed twice."""
-    ran: Counter[str] = Counter()
+class Count(TorchDispatchMode):
+    """How often each operation ran."""
 
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            ran[func.name()] += 1
-            return func(*args, **(kwargs or {}))
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
 
-    for first in (0, LAYERS):
-        ran.clear()
-        made = learner(tiny(), gradient_checkpointing=first, share_prefixes=False)
-        with Count():
-            made.accumulate(batch(), [[0]])
-        assert ran["aten::_scaled_dot_product_flash_attention_for_cpu"] == LAYERS
-        assert ran["aten::silu"] == (LAYERS if first == 0 else 2 * LAYERS)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def attentions(first: int, rows: list[int], samples: list[Sample]) -> int:
+    """Runs of fused attention; all else of a layer that runs again is computed twice."""
+    made = learner(tiny(), gradient_checkpointing=first, share_prefixes=False)
+    with Count() as count:
+        made.accumulate(samples, [rows])
+    assert count.ran["aten::silu"] == LAYERS + first
+    return count.ran["aten::_scaled_dot_product_flash_attention_for_cpu"] // len(rows)
+
+
+def test_attention_runs_again_where_it_is_not_kept(attention: str) -> None:
+    assert attentions(0, [0], batch()) == LAYERS
+    assert attentions(LAYERS, [0], batch()) == {"kept": LAYERS, "again": 2 * LAYERS}[attention]
+    assert attentions(1, [0], batch()) == {"kept": LAYERS, "again": LAYERS + 1}[attention]
+
+
+def test_attention_is_kept_by_the_longest_sequence_of_a_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a mixed one too; and each microbatch decides anew. The default stands between what was measured."""
+    assert recompute.LONG == 4096
+    short, *rest = batch()
+    short = replace(short, response=short.response[:5], advantages=short.advantages[:5], logprobs=short.logprobs[:5])
+    samples = [short, *rest]
+    monkeypatch.setattr(recompute, "LONG", 16)
+    assert attentions(LAYERS, [0], samples) == 2 * LAYERS  # 5 + 5 tokens, the last of which is not read
+    assert attentions(LAYERS, [1], samples) == LAYERS
+    assert attentions(LAYERS, [0, 1], samples) == LAYERS
+    made = learner(tiny(), gradient_checkpointing="all", share_prefixes=False)
+    with Count() as count:
+        made.accumulate(samples, [[1], [0], [2]])
+    assert count.ran["aten::_scaled_dot_product_flash_attention_for_cpu"] == (1 + 2 + 1) * LAYERS
+    assert not made.recompute.first
 
 
 def test_nothing_is_left_on_the_model() -> None:
@@ -129,7 +164,7 @@ def saved_bytes(model: Any, first: int) -> int:
 
     microbatch = made._pack(batch(), [0, 1, 2, 3])
     kept = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with kept, made.recompute.open(first), pack_attention(model, microbatch):
+    with kept, made.recompute.open(first, microbatch), pack_attention(model, microbatch):
         made.passes.loss(model, microbatch)
     return sum(t.untyped_storage().nbytes() for at, t in found.items() if at not in weights)
 
@@ -140,7 +175,9 @@ def auto(monkeypatch: pytest.MonkeyPatch, free: float | None, **keys: Any) -> Le
 
 
 def test_what_a_layer_keeps_is_measured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The count of one layer, less its input, is what keeping it adds to a whole forward; attention is kept always."""
+    """The count of one layer, less its input, is what keeping it adds to a whole forward. Attention of these short
+    sequences is not kept, so the entry that memory is planned with is more than a layer that runs again holds.
+    """
     made = auto(monkeypatch, 1e12)
     made.accumulate(batch(), [[0, 1, 2, 3]])
     kept = made.recompute.kept

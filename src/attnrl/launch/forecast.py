@@ -94,9 +94,9 @@ def activations(shape: Shape, config: Config, *, weight_bytes: int) -> int:
 
     A layer keeps, per token: four arrays of the gated layer; around each of its two norms the input, a float32 copy
     and the result; queries, keys, values and the attention's output. Of the first layers, those that run again, each
-    keeps its input and what attention gave; once the others have given their memory back, one at a time holds all of
-    this and the gradients of the gated layer's arrays. "auto" is counted as "all", the least it takes. Logits are a
-    chunk, its probabilities and its gradient in float32.
+    keeps its input and what attention gave, which is counted for short sequences too; once the others have given
+    their memory back, one at a time holds all of this and the gradients of the gated layer's arrays. "auto" is counted
+    as "all", the least it takes. Logits are a chunk, its probabilities and its gradient in float32.
     """
     update = config.update
     longest = config.data.max_prompt_tokens + config.sampling.max_response_tokens

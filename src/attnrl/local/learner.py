@@ -204,7 +204,7 @@ class Learner:
         for microbatch in laid_out:
             reference_N = self._reference_logprobs(microbatch)
             old_N = torch.cat([old[row] for row in microbatch.rows]) if old else None
-            with self.recompute.open(self._run_again(microbatch)), pack_attention(self.hf, microbatch):
+            with self.recompute.open(self._run_again(microbatch), microbatch), pack_attention(self.hf, microbatch):
                 sums = self.passes.loss(self.hf, microbatch, reference_N=reference_N, old_N=old_N, fused=fused)
                 (sums.loss / units).backward()
             metrics.add_microbatch(sums, microbatch)

@@ -1,8 +1,8 @@
 """Which decoder layers run again in `backward` instead of keeping what they computed, and how many memory asks for.
 
 Backward goes from the last layer to the first, so the first layers are those that run again: when their turn comes, the
-others have given their memory back. What fused attention returned is kept even then: it is as small as the layer's
-input, and computing it costs the more the longer a response is.
+others have given their memory back. Of long sequences, what fused attention returned is kept even then: it is as small
+as the layer's input, and computing it costs the more the longer they are.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from attnrl.policy.packing import Pack
 RESERVE = 0.1  # of the device's memory, left free: pieces the allocator cannot join, and workspaces of kernels
 ATTENTION = [torch.ops.aten._flash_attention_forward.default]
 ATTENTION += [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+# Tokens of a microbatch's longest sequence from which attention is kept: on an H200 that cost 4 % of the learner's
+# speed at 2,048 tokens a response and gained 4 % at 8,192 (docs/performance.md).
+LONG = 4096
 LOGIT_ARRAYS = 4  # float32 arrays as large as a chunk's logits: they, scaled, as probabilities, their gradient
 
 
@@ -34,7 +37,7 @@ class Kept:
     """Bytes that one decoder layer holds for `backward`, per token of the pack."""
 
     whole: float  # everything its gradient needs
-    entry: float  # its inputs, from which it can run again, and what attention returned
+    entry: float  # its inputs, from which it can run again, and what attention returned, whether that is kept or not
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -75,6 +78,7 @@ class Recompute:
         self.layers = layers_of(model)
         self.policy = policy
         self.first = 0  # so many layers run again, while open
+        self.keeps_attention = False  # they keep what it returned, while open
         self.kept: Kept | None = None  # once counted
         self.used: list[int] = []  # layers that ran again, of each microbatch
         self._counted: list[Kept] | None = None  # by layer, in bytes of the pack; while counting
@@ -101,9 +105,9 @@ class Recompute:
         return fewest_layers(kept, layers=len(self.layers), tokens=pack.tokens, logits=logits, free=free - coming)
 
     @contextmanager
-    def open(self, first: int) -> Iterator[None]:
-        """While open, the first layers run again in `backward`, which belongs inside."""
-        self.first = first
+    def open(self, first: int, pack: Pack) -> Iterator[None]:
+        """While open, the first layers run again over this pack in `backward`, which belongs inside."""
+        self.first, self.keeps_attention = first, max(pack.lengths) >= LONG
         self.used.append(first)
         with self._installed():
             yield
@@ -122,7 +126,8 @@ class Recompute:
             return self._run_counted(self._counted, forward, *args, **given)
         if index < self.first and torch.is_grad_enabled():
             how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-            return checkpoint(forward, *args, context_fn=_attention_kept, **how, **given)
+            how |= {"context_fn": _attention_kept} if self.keeps_attention else {}
+            return checkpoint(forward, *args, **how, **given)
         return forward(*args, **given)
 
     def _count(self, tokens: int, forward: Callable[[], Any]) -> Kept:
@@ -159,7 +164,7 @@ class Recompute:
         try:
             yield
         finally:
-            self.first, self._counted = 0, None
+            self.first, self.keeps_attention, self._counted = 0, False, None
             for layer, own in zip(self.layers, before, strict=True):
                 del vars(layer)["forward"]
                 if own is not None:
