@@ -1,15 +1,20 @@
 """What an iteration of AttnRL costs on 8 to 512 GPUs, by arithmetic from measured single-GPU numbers. Prints markdown.
 
-    python benchmarks/scale.py [--overlap]
+    python benchmarks/scale.py
+
+Two tables: servers and ranks take turns on the same GPUs (schedule one_step_off_policy), and servers have GPUs of
+their own (schedule overlapped, engine.verl.server_gpus), at the best split of each size.
 
 Nothing here was run on a cluster. Measured (docs/performance.md, H200): the time of a scoring forward with FCI. From
-data sheets: memory bandwidth and links. Assumed: the last three numbers of `Machine`.
+data sheets: memory, its bandwidth and links. Assumed: the last four numbers of `Machine`, and all of `Work`.
 """
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+SIZES = (8, 16, 64, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +23,7 @@ class Shape:
 
     name: str
     weights: float
+    width: int
     layers: int
     kv_width: int  # key and value numbers of a token in a layer
     forward_s: float
@@ -35,6 +41,7 @@ class Machine:
     decode_share: float = 0.6  # assumed: part of the memory bandwidth that decoding reaches
     link_share: float = 0.7  # assumed: part of a link that collectives reach
     step_floor_s: float = 0.004  # assumed: host time of a decoding step
+    memory_share: float = 0.9  # assumed: part of the memory that can be filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,7 @@ class Work:
     branches: int = 64 * 6 * 4
     tokens: int = 4000  # of a response; a branch draws half of one
     longest: int = 8192
+    longest_branch: int = 4096  # half of the longest response, as a branch draws half of one
     prompt: int = 150
     updates: int = 2
     microbatch: int = 16384
@@ -60,24 +68,39 @@ class Work:
 
 
 SHAPES = (
-    Shape("1.5B", 1.54e9, 28, 2 * 2 * 128, 0.0872, 1),
-    Shape("7B", 7.6e9, 28, 2 * 4 * 128, 0.2775, 1),
-    Shape("32B", 32.8e9, 64, 2 * 8 * 128, 0.2775 * 32.8 / 7.6, 4),  # no measurement: the 7B's FLOP/s
+    Shape("1.5B", 1.54e9, 1536, 28, 2 * 2 * 128, 0.0872, 1),
+    Shape("7B", 7.6e9, 3584, 28, 2 * 4 * 128, 0.2775, 1),
+    Shape("32B", 32.8e9, 5120, 64, 2 * 8 * 128, 0.2775 * 32.8 / 7.6, 4),  # no measurement: the 7B's FLOP/s
 )
 
 
-def generate_s(shape: Shape, gpus: int, work: Work, machine: Machine) -> tuple[float, float]:
-    """(seconds of generation, seconds that the longest response alone takes).
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Seconds from the start of generation: until branches are there, until all is, and the longest response alone."""
 
-    A step reads the weights once, and the keys and values of every sequence."""
+    branches: float
+    all: float
+    longest: float
+
+
+def generate_s(shape: Shape, gpus: int, work: Work, machine: Machine) -> Drawn:
+    """What servers on so many GPUs take when branches and trunks begin together.
+
+    A step reads the weights once, and the keys and values of every sequence that has a place. Those that have none
+    wait for one, trunks behind branches.
+    """
     servers = gpus / shape.tensor_parallel
     bandwidth = machine.bandwidth * machine.decode_share * shape.tensor_parallel
+    held = (work.prompt + 0.6 * work.tokens) * 2 * shape.kv_width * shape.layers  # bytes of a sequence
+    memory = machine.memory_gb * 1e9 * machine.memory_share * shape.tensor_parallel
     sequences = (work.trunks + work.branches) / servers
-    context = work.prompt + 0.6 * work.tokens
-    reads = 2 * shape.weights + sequences * context * 2 * shape.kv_width * shape.layers
-    step = machine.step_floor_s + reads / bandwidth
-    alone = work.longest * (machine.step_floor_s + 2 * shape.weights / bandwidth)
-    return max(work.generated / servers / max(sequences, 1.0) * step, alone), alone
+    places = min(sequences, max(1.0, (memory - 2 * shape.weights) / held))
+    step = machine.step_floor_s + (2 * shape.weights + places * held) / bandwidth
+    alone = machine.step_floor_s + 2 * shape.weights / bandwidth
+    both = work.generated / (work.trunks + work.branches) * sequences / places * step
+    branches = work.tokens / 2 * max(1.0, work.branches / servers / places) * step
+    longest = work.longest * alone
+    return Drawn(max(branches, work.longest_branch * alone), max(both, longest), longest)
 
 
 def network_s(shape: Shape, gpus: int, work: Work, machine: Machine) -> tuple[float, float]:
@@ -91,23 +114,55 @@ def network_s(shape: Shape, gpus: int, work: Work, machine: Machine) -> tuple[fl
     return packs * max(0.0, each - compute), gather
 
 
-def iteration(shape: Shape, gpus: int, work: Work, machine: Machine) -> dict[str, float]:
-    """Seconds of each phase."""
-    generate, alone = generate_s(shape, gpus, work, machine)
-    score = work.trunks * (work.tokens + work.prompt) / gpus / 8192 * shape.forward_s
-    # reference forward, forward, recomputation, backward (twice a forward)
-    update = work.learned / gpus / 8192 * shape.forward_s * 5
+def learn_s(shape: Shape, gpus: int, work: Work, machine: Machine) -> dict[str, float]:
+    """Seconds of what ranks on so many GPUs do."""
+    forward = shape.forward_s / 8192 / gpus
     network, sync = network_s(shape, gpus, work, machine)
-    return {"generate": generate, "score": score, "update": update, "network": network, "sync": sync, "longest": alone}
+    return {
+        "score": work.trunks * (work.tokens + work.prompt) * forward,
+        "update": work.learned * forward * 5,  # reference forward, forward, recomputation, backward (twice a forward)
+        "network": network,
+        "sync": sync,
+    }
 
 
 def memory_gb(shape: Shape, gpus: int, work: Work) -> float:
     """GB a GPU holds while learning. Float32 weights, gradients and two averages, and the reference in bfloat16, are
     sharded; activations are those at layer borders, one layer inside, two gathered layers and 512 MiB of logits."""
-    width = {"1.5B": 1536, "7B": 3584, "32B": 5120}[shape.name]
     states = 18 * shape.weights / gpus
-    activations = work.microbatch * width * 2 * (shape.layers + 34) + 0.54e9 + 4 * shape.weights / shape.layers
+    activations = work.microbatch * shape.width * 2 * (shape.layers + 34) + 0.54e9 + 4 * shape.weights / shape.layers
     return (states + activations) / 1e9
+
+
+def in_turn(shape: Shape, gpus: int, work: Work, machine: Machine) -> dict[str, float]:
+    """Seconds of an iteration whose servers and ranks take turns on all GPUs, and of its phases."""
+    drawn, learned = generate_s(shape, gpus, work, machine), learn_s(shape, gpus, work, machine)
+    return {"generate": drawn.all, **learned, "iteration": drawn.all + sum(learned.values()), "longest": drawn.longest}
+
+
+def overlapped(shape: Shape, servers: int, ranks: int, work: Work, machine: Machine) -> dict[str, float]:
+    """Seconds of an iteration of the schedule `overlapped` with so many GPUs for servers and ranks, and of its phases.
+
+    Servers draw branches and the next trunks; ranks update once they have the branches. What both wait for comes
+    before, the new weights, and after, scoring the trunks by the policy that was updated.
+    """
+    drawn, learned = generate_s(shape, servers, work, machine), learn_s(shape, ranks, work, machine)
+    _, sync = network_s(shape, servers + ranks, work, machine)
+    update = learned["update"] + learned["network"]
+    busy = max(drawn.all, drawn.branches + update)
+    phases = {"branches": drawn.branches, "all drawn": drawn.all, "update": update, "score": learned["score"]}
+    return {**phases, "sync": sync, "iteration": sync + busy + learned["score"]}
+
+
+def best_split(shape: Shape, gpus: int, work: Work, machine: Machine) -> tuple[int, int] | None:
+    """GPUs for servers and for ranks with which the schedule `overlapped` is fastest; None where no ranks fit.
+
+    Servers are whole, and ranks a multiple of a server's GPUs, as verl asks.
+    """
+    splits = [(n, gpus - n) for n in range(shape.tensor_parallel, gpus, shape.tensor_parallel)]
+    most = machine.memory_gb * machine.memory_share
+    fitting = [split for split in splits if memory_gb(shape, split[1], work) <= most]
+    return min(fitting, key=lambda split: overlapped(shape, *split, work, machine)["iteration"], default=None)
 
 
 def bottleneck(found: dict[str, float]) -> str:
@@ -117,34 +172,44 @@ def bottleneck(found: dict[str, float]) -> str:
     return names[max(names, key=lambda name: found[name])]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--overlap", action="store_true", help="half of the GPUs generate while the others learn")
-    overlap = parser.parse_args().overlap
-    work, machine = Work(), Machine()
-    phases = ("generate", "score", "update", "network", "sync")
-    columns = (
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(
+        [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *(f"| {' | '.join(r)} |" for r in rows)]
+    )
+
+
+def tables(work: Work, machine: Machine) -> list[str]:
+    """The two tables of docs/scale.md."""
+    phases, parts = (
+        ("generate", "score", "update", "network", "sync"),
+        ("branches", "all drawn", "update", "score", "sync"),
+    )
+    turns, splits = [], []
+    for shape, gpus in ((shape, gpus) for shape in SHAPES for gpus in SIZES):
+        found = in_turn(shape, gpus, work, machine)
+        cells = [shape.name, str(gpus), *(f"{found[name]:.1f}" for name in phases), f"{found['iteration']:.0f}"]
+        speed, memory = work.generated / found["iteration"] / gpus, memory_gb(shape, gpus, work)
+        turns.append([*cells, f"{speed:,.0f}", f"{memory:.0f}", bottleneck(found)])
+        split = best_split(shape, gpus, work, machine)
+        if split is None:
+            splits.append([shape.name, str(gpus), "none fits", *("-" for _ in range(len(parts) + 3))])
+            continue
+        apart = overlapped(shape, *split, work, machine)
+        cells = [shape.name, str(gpus), f"{split[0]} + {split[1]}", *(f"{apart[name]:.1f}" for name in parts)]
+        gain, memory = found["iteration"] / apart["iteration"], memory_gb(shape, split[1], work)
+        splits.append([*cells, f"{apart['iteration']:.0f}", f"{gain:.2f}", f"{memory:.0f}"])
+    first = ["shape", "GPUs", *(f"{n} s" for n in phases), "iteration s", "tokens/s a GPU", "memory GB", "slowest"]
+    second = [
         "shape",
         "GPUs",
-        *(f"{name} s" for name in phases),
+        "servers + ranks",
+        *(f"{n} s" for n in parts),
         "iteration s",
-        "tokens/s a GPU",
+        "times faster",
         "memory GB",
-        "slowest",
-    )
-    print(f"| {' | '.join(columns)} |")
-    print("|---" * len(columns) + "|")
-    for shape in SHAPES:
-        for gpus in (8, 16, 64, 256, 512):
-            half = gpus // 2 if overlap else gpus
-            found = iteration(shape, half, work, machine)
-            learn = found["score"] + found["update"] + found["network"]
-            both = max(found["generate"], learn) if overlap else found["generate"] + learn
-            total = both + found["sync"]
-            cells = [shape.name, str(gpus), *(f"{found[name]:.1f}" for name in phases), f"{total:.0f}"]
-            cells += [f"{work.generated / total / gpus:,.0f}", f"{memory_gb(shape, half, work):.0f}", bottleneck(found)]
-            print(f"| {' | '.join(cells)} |")
+    ]
+    return [table(first, turns), table(second, splits)]
 
 
 if __name__ == "__main__":
-    main()
+    print("\n\n".join(tables(Work(), Machine())))
