@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from attnrl.errors import ConfigError, DataError, TrainingError
+from attnrl.errors import Asked, ConfigError, DataError, TrainingError
 from attnrl.types import (
     Request,
     Rollout,
@@ -107,7 +107,8 @@ def check_requests(requests: Sequence[Request], vocabulary: int, limits: Mapping
 
 def generate_by(backend: Sampler, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
     """What an engine draws for some requests, by the policy of now."""
-    rollouts = backend.generate(requests, sampling) if requests else []
+    with _asked(backend):
+        rollouts = backend.generate(requests, sampling) if requests else []
     return _drawn(backend, "generate", requests, rollouts, backend.version)
 
 
@@ -119,10 +120,17 @@ def begin_by(backend: Sampler, requests: Sequence[Request], sampling: Sampling) 
     if not isinstance(backend, Overlapping) or not requests:
         rollouts = generate_by(backend, requests, sampling)
         return lambda: rollouts
-    wait = backend.begin(requests, sampling)
+    with _asked(backend):
+        wait = backend.begin(requests, sampling)
     if not callable(wait):
         raise TrainingError(f"begin of the engine {_name(backend)} must return a function that gives the rollouts")
-    return lambda: _drawn(backend, "begin", requests, wait(), version)
+
+    def drawn() -> list[Rollout]:
+        with _asked(backend):
+            rollouts = wait()
+        return _drawn(backend, "begin", requests, rollouts, version)
+
+    return drawn
 
 
 def _drawn(
@@ -137,9 +145,7 @@ def _drawn(
         if not 1 <= len(rollout.ids) <= request.max_tokens:
             wrong = f"{len(rollout.ids)} tokens, where 1 to {request.max_tokens} may be drawn"
         elif not _finite(rollout.logprobs, len(rollout.ids)):
-            wrong = (
-                f"{np.size(rollout.logprobs)} log-probs for {len(rollout.ids)} tokens; it needs a finite one for each"
-            )
+            wrong = f"log-probs that are not one finite number for each of its {len(rollout.ids)} tokens"
         elif rollout.finish not in ("stop", "length"):
             wrong = f"finish {rollout.finish!r}; known: stop, length"
         elif rollout.version != version:
@@ -155,7 +161,8 @@ def score_by(backend: Backend, requests: Sequence[ScoreRequest], scoring: Scorin
     """What an engine scores; TrainingError where a response's scores are not finite numbers for its tokens and steps.
     FCI that was not asked for may be left out; it is then no number.
     """
-    scores = backend.score(requests, scoring)
+    with _asked(backend):
+        scores = backend.score(requests, scoring)
     _counted(backend, "score", scores, Scores, len(requests))
     kept = []
     for number, (request, score) in enumerate(zip(requests, scores, strict=True), start=1):
@@ -175,7 +182,9 @@ def score_by(backend: Backend, requests: Sequence[ScoreRequest], scoring: Scorin
 def update_by(backend: Backend, samples: Sequence[Sample]) -> dict[str, float]:
     """The metrics of an update; TrainingError where they are none, or where the version is not one higher after it."""
     before = backend.version
-    metrics = _metrics(backend, "update", backend.update(samples))
+    with _asked(backend):
+        said = backend.update(samples)
+    metrics = _metrics(backend, "update", said)
     if backend.version != before + 1:
         raise TrainingError(
             f"update of the engine {_name(backend)} must raise its version by 1, from {before}: it is {backend.version}"
@@ -185,7 +194,9 @@ def update_by(backend: Backend, samples: Sequence[Sample]) -> dict[str, float]:
 
 def metrics_by(backend: Backend) -> dict[str, float]:
     """What an engine did since it was last asked, in Python's own floats."""
-    return _metrics(backend, "metrics", backend.metrics())
+    with _asked(backend):
+        said = backend.metrics()
+    return _metrics(backend, "metrics", said)
 
 
 def _metrics(backend: Sampler, verb: str, found: Any) -> dict[str, float]:
@@ -213,6 +224,10 @@ def _finite(values: Any, wanted: int) -> bool:
         return np.shape(values) == (wanted,) and bool(np.all(np.isfinite(values)))
     except (TypeError, ValueError):  # no numbers at all
         return False
+
+
+def _asked(backend: Sampler) -> Asked:
+    return Asked("engine.name", f"engine {_name(backend)}")
 
 
 def _name(backend: Sampler) -> str:

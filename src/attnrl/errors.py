@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -36,6 +37,25 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.number = number
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """While open, a part is asked, which may be somebody's own: an error that leaves it gets a note of it, unless it
+    says itself what to do, and the part cannot end the process.
+    """
+
+    key: str  # of the config
+    part: str  # its kind and name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, SystemExit):
+            raise TrainingError(f"{self.key}: the {self.part} called sys.exit({error.code!r}); let it raise") from error
+        if isinstance(error, Exception) and not isinstance(error, AttnRLError) and not hasattr(error, "__notes__"):
+            error.add_note(f"{self.key}: raised by the {self.part}")
 
 
 def near(name: str, known: Any) -> str:

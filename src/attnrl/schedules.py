@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from attnrl.algo.forest import Plan, untrained
-from attnrl.algo.promises import broken
+from attnrl.algo.promises import asking, broken
 from attnrl.algo.reasons import Reasons
 from attnrl.backend import begin_by, generate_by
 from attnrl.iteration import (
@@ -166,7 +166,8 @@ SCHEDULES: dict[str, Schedule] = {
 
 def outcome_by(schedule: Schedule, state: State, parts: Parts) -> Outcome:
     """What a schedule makes of a state: an outcome, one iteration on, with a reason for every tree, and numbers."""
-    outcome = schedule(state, parts)
+    with asking("schedule", schedule):
+        outcome = schedule(state, parts)
     if not isinstance(outcome, Outcome) or outcome.state.iteration != state.iteration + 1:
         got = outcome.state.iteration if isinstance(outcome, Outcome) else type(outcome).__name__
         want = f"must return an attnrl.iteration.Outcome whose state has iteration {state.iteration + 1}"

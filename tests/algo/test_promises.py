@@ -214,3 +214,11 @@ def test_a_schedule_without_an_outcome_is_named(schedule: Any, said: str) -> Non
     parts = parts_with()
     with pytest.raises(TrainingError, match=said):
         outcome_by(schedule, first_state(parts, 0), parts)
+
+
+def test_a_filter_s_memory_is_at_once_what_a_checkpoint_would_give_back():
+    def mine(groups: Any, memory: Any) -> Kept:
+        return Kept((True,) * len(groups), {1: (2, 0.1)}, ("",) * len(groups))  # type: ignore[dict-item]
+
+    parts = parts_with(filter=mine)
+    assert outcome_by(SCHEDULES["on_policy"], first_state(parts, 0), parts).state.memory == {"1": [2, 0.1]}

@@ -64,3 +64,53 @@ def test_what_an_error_notes_is_said_with_it(
     monkeypatch.setattr(presets, "main", fail)
     assert run(["presets"]) == 2
     assert capsys.readouterr().err == "attnrl presets: the engine broke\nGrading had failed too: ValueError: no judge\n"
+
+
+FAULTY = """
+import sys
+
+from attnrl.local.backend import build
+
+
+def pipe(prompt, trunk, rng):
+    raise BrokenPipeError("the judge has gone")
+
+
+def nowhere(prompt, trunk, rng):
+    return [len(open("no such file").read())]
+
+
+def leaves(prompt, trunk, rng):
+    sys.exit(0)
+
+
+def quits(state, parts):
+    sys.exit("enough")
+
+
+def lost(config, **options):
+    engine = build(config, **options)
+
+    def update(samples):
+        raise ConnectionError("engine lost")
+
+    engine.update = update
+    return engine
+"""
+
+
+def test_what_a_part_or_an_engine_raises_is_shown_where_it_happened_and_whose_it_is(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    small = [*SMALL.split(), "--algo.filter", "all", "--algo.adaptive_batch", "false"]
+    cases = (
+        ("algo.rule", "pipe", 1, "BrokenPipeError: the judge has gone\nalgo.rule: raised by the rule pipe"),
+        ("algo.rule", "nowhere", 1, "directory: 'no such file'\nalgo.rule: raised by the rule nowhere"),
+        ("engine.name", "lost", 1, "ConnectionError: engine lost\nengine.name: raised by the engine LocalBackend"),
+        ("algo.rule", "leaves", 2, "attnrl train: algo.rule: the rule leaves called sys.exit(0); let it raise"),
+        ("algo.schedule", "quits", 2, "algo.schedule: the schedule quits called sys.exit('enough'); let it raise"),
+    )
+    for key, name, code, said in cases:
+        answer = attnrl(tmp_path, "train", "demo", "--run-dir", name, f"--{key}", f"faulty:{name}", *small)
+        assert answer.returncode == code, (name, answer.stderr)
+        assert said in answer.stderr, (name, answer.stderr)
+        assert ("faulty.py" in answer.stderr) == (code == 1)  # its line, where something broke

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from operator import index
 from typing import Any
 
@@ -20,7 +20,7 @@ from attnrl.algo.advantages import Estimator
 from attnrl.algo.branching import Rule
 from attnrl.algo.credit import Credit
 from attnrl.algo.steps import Segmenter
-from attnrl.errors import TrainingError
+from attnrl.errors import Asked, TrainingError
 from attnrl.types import Floats, Forest, Group, Kept, Prompt, Sample, Scores, Step, Trunk, as_floats
 
 
@@ -34,24 +34,13 @@ def broken(kind: str, part: Callable[..., Any], said: str, section: str = "algo"
     return TrainingError(f"{section}.{kind}: the {kind} {_name(part)} {said}")
 
 
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """A part that is being asked: an error that leaves it gets a note of the part."""
-
-    kind: str
-    part: Callable[..., Any]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            error.add_note(f"algo.{self.kind}: raised by the {self.kind} {_name(self.part)}")
+def asking(kind: str, part: Callable[..., Any]) -> Asked:
+    return Asked(f"algo.{kind}", f"{kind} {_name(part)}")
 
 
 def steps_by(segmenter: Segmenter, texts: Sequence[str]) -> tuple[Step, ...]:
     """The steps of a response: they follow each other from its first token to its last."""
-    with Asking("segmenter", segmenter):
+    with asking("segmenter", segmenter):
         steps = segmenter(texts)
     if not _all_of(steps, Step):
         raise broken("segmenter", segmenter, f"must return a tuple of attnrl.types.Step, not {_shown(steps)}")
@@ -64,7 +53,7 @@ def steps_by(segmenter: Segmenter, texts: Sequence[str]) -> tuple[Step, ...]:
 
 def kept_by(filter: Filter, groups: Sequence[Group], memory: Mapping[str, Any]) -> Kept:
     """What a filter decides, a mask and a reason for each group, and remembers, as JSON holds it."""
-    with Asking("filter", filter):
+    with asking("filter", filter):
         kept = filter(groups, memory)
     if not isinstance(kept, Kept) or not len(kept.mask) == len(kept.reasons) == len(groups):
         want = f"must return an attnrl.types.Kept with a mask and reasons of {len(groups)}, one entry a group"
@@ -77,16 +66,15 @@ def kept_by(filter: Filter, groups: Sequence[Group], memory: Mapping[str, Any]) 
         if other := [value for value in values if not isinstance(value, kind)]:
             what = "a dict" if kind is dict else f"{'text' if kind is str else 'True or False'} for each group"
             raise broken("filter", filter, f"must return a Kept whose {name} is {what}, not {_shown(other[0])}")
-    try:
-        json.dumps(kept.memory)
+    try:  # as a checkpoint gives it back: a run that goes on is the same run
+        return replace(kept, memory=json.loads(json.dumps(kept.memory)))
     except (TypeError, ValueError) as error:
         raise broken("filter", filter, f"must remember what JSON can hold, for the checkpoint: {error}") from None
-    return kept
 
 
 def trees_by(budget: Budget, accuracy: float, trees: int) -> int:
     """How many of a prompt's trunks become trees: a whole number from 0 on; those there are bound it."""
-    with Asking("budget", budget):
+    with asking("budget", budget):
         found = budget(accuracy, trees)
     wanted = _whole(found)
     if wanted is None or wanted < 0:
@@ -97,7 +85,7 @@ def trees_by(budget: Budget, accuracy: float, trees: int) -> int:
 def points_by(rule: Rule, prompt: Prompt, trunk: Trunk, rng: np.random.Generator) -> tuple[int, ...]:
     """Where a trunk branches: inner token offsets in order; one named twice gets twice the branches."""
     tokens = len(trunk.rollout.ids)
-    with Asking("rule", rule):
+    with asking("rule", rule):
         found = rule(prompt, trunk, rng)
     points = [_whole(p) for p in found] if isinstance(found, list | tuple | range | np.ndarray) else [None]
     inner = [p for p in points if p is not None and 0 < p < tokens]
@@ -109,7 +97,7 @@ def points_by(rule: Rule, prompt: Prompt, trunk: Trunk, rng: np.random.Generator
 
 def samples_by(estimator: Estimator, forest: Forest, rng: np.random.Generator) -> list[Sample]:
     """The samples of a forest, each with a finite advantage and log-prob for every token of its response."""
-    with Asking("estimator", estimator):
+    with asking("estimator", estimator):
         samples = estimator(forest, rng)
     if not _all_of(samples, Sample):
         raise broken("estimator", estimator, f"must return a list of attnrl.types.Sample, not {_shown(samples)}")
@@ -127,7 +115,7 @@ def samples_by(estimator: Estimator, forest: Forest, rng: np.random.Generator) -
 
 def weights_by(credit: Credit, samples: Sequence[Sample], scores: Sequence[Scores]) -> list[Floats]:
     """The weights of each sample's tokens, finite ones."""
-    with Asking("credit", credit):
+    with asking("credit", credit):
         weights = credit(samples, scores)
     if not isinstance(weights, list | tuple) or len(weights) != len(samples):
         found = f"{len(weights)} entries" if isinstance(weights, list | tuple) else _shown(weights)

@@ -79,10 +79,12 @@ def run(argv: list[str]) -> int:
             code: int = importlib.import_module(f"attnrl.cli.{argv[0]}").main(argv[1:]) or 0
             sys.stdout.flush()  # here, where a reader that has gone is no error
             return code
-    except BrokenPipeError:  # whoever read the output has gone, as `| head` does: nothing is left to say, and to whom
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
     except (AttnRLError, OSError, UnicodeError) as error:  # of a file, the system says which
+        if not isinstance(error, AttnRLError) and hasattr(error, "__notes__"):
+            raise  # of a part: where it happened is what helps
+        if isinstance(error, BrokenPipeError):  # whoever read the output has gone, as `| head` does: nothing to say
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
         print(f"attnrl {argv[0]}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
