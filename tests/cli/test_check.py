@@ -112,6 +112,14 @@ def test_an_update_that_moves_the_policy_at_no_learning_rate_is_found(own, by, l
     assert levels(found)["agreement"] == "ok"
 
 
+def test_a_gold_that_earns_less_than_nonsense_is_found():
+    said: list[str] = []
+    overrides = {**SMALL, "reward": [{"name": "math", "weight": -1.0}]}
+    found = attnrl.check("demo", overrides=overrides, prompts=1, responses=2, say=said.append)
+    assert levels(found)["reward"] == "wrong"
+    assert "its gold earns -1, nonsense 0" in "\n".join(said)
+
+
 def test_rewards_that_take_nonsense_or_raise_are_found(own):
     for name, words in (("everything_is_right", "nonsense is right"), ("broken", "no column of that name")):
         said: list[str] = []

@@ -290,7 +290,7 @@ def test_jobs_stand_in_the_order_of_the_report() -> None:
         (lambda rows: rows[:-1], "generate of the engine Broken must return a list of 8, one a request: 7"),
         (lambda rows: [replace(r, version=1) for r in rows], "version 1, where the policy has 0"),
         (lambda rows: [replace(r, finish="eos") for r in rows], "finish 'eos'; known: stop, length"),
-        (lambda rows: [replace(r, logprobs=r.logprobs[1:]) for r in rows], "it needs a finite one for each"),
+        (lambda rows: [replace(r, logprobs=r.logprobs[1:]) for r in rows], "are not one finite number for each"),
         (lambda rows: [replace(r, ids=r.ids[:0], logprobs=r.logprobs[:0]) for r in rows], "0 tokens, where 1 to 60"),
     ],
 )

@@ -100,6 +100,7 @@ def test_no_attempts_no_verdicts() -> None:
     ("entries", "message"),
     [
         ([], "name at least one reward"),
+        ([("math", 0.0, {}), ("exact", 0, {})], "every weight is 0"),
         (
             [("maths", 1.0, {})],
             r"reward 1 \(maths\): unknown name 'maths'.*; known: math, exact, format, overlong, gym",
@@ -184,3 +185,8 @@ def test_parts_of_verdicts_are_metrics_of_their_own_and_start_anew(tmp_path, mon
             "reward/parted": 2.0, "reward/parted.a": 2.0, "reward/parted_errors": 1.0, "reward/error_down": 1.0,
         }  # fmt: skip
         assert rewards.metrics() == {}
+
+
+def test_an_option_that_build_rewards_does_not_have_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no option 'timeout'; did you mean 'timeout_s'\?; it has: grade_truncated,"):
+        build_rewards([("math", 1.0, {})], timeout=1.0)

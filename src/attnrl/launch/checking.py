@@ -152,7 +152,7 @@ def look_at_prompt(prompt: Prompt, tokenizer: Any, found: Findings) -> None:
 
 
 def grade_golds(config: Config, records: Sequence[Record], rewards: Rewards, found: Findings) -> None:
-    """Five rows over the whole of the data: their golds must be right, and nonsense must be wrong."""
+    """Five rows over the whole of the data: their golds must be right and earn more than nonsense, which must be wrong."""
     places = sorted({round(i) for i in np.linspace(0, len(records) - 1, GRADED)})
     rows = [records[i] for i in places]
     golds = rewards.grade([_answer(row, f"The answer is \\boxed{{{row.answers[0]}}}.") for row in rows])
@@ -162,10 +162,13 @@ def grade_golds(config: Config, records: Sequence[Record], rewards: Rewards, fou
     lines = [f"{len(rows)} rows: {len(rows) - len(refused)} golds right, {len(rows) - len(taken)} times nonsense wrong"]
     lines += [f"{row.where}: its own gold {row.answers[0]!r} is not right when boxed" for row in refused]
     lines += [f"{row.where}: nonsense is right against {row.answers[0]!r}" for row in taken]
+    pairs = [pair for pair in zip(rows, golds, others, strict=True) if pair[1].right and not pair[2].right]
+    unpaid = [(row, gold, other) for row, gold, other in pairs if gold.reward <= other.reward]
+    lines += [f"{row.where}: its gold earns {gold.reward:g}, nonsense {other.reward:g}" for row, gold, other in unpaid]
     errors = {v.error for v in (*golds, *others) if v.error is not None}
     lines += [f"error: {error}" for error in sorted(errors)]
     own = ":" in config.reward[0].name  # what a reward of the user's own wants to read, nobody knows
-    bad = refused or taken or errors
+    bad = refused or taken or unpaid or errors
     found.ok(not bad, "reward", "\n".join(lines), "look" if own and not taken else "wrong")
 
 

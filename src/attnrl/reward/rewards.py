@@ -14,7 +14,7 @@ from typing import Any
 
 from attnrl.algo.parts import bind, check_call, find
 from attnrl.config import VerifyConfig, check_options
-from attnrl.errors import ConfigError, TrainingError
+from attnrl.errors import ConfigError, TrainingError, listed, near
 from attnrl.reward.builtin import REWARDS
 from attnrl.reward.declare import HERE, TRUNCATED, WHOLE, declared
 from attnrl.reward.runners import Finish, Here, InLoop, InWorkers, Runner
@@ -160,6 +160,11 @@ def build_rewards(
     """
     if not entries:
         raise ConfigError("reward: name at least one reward, such as math")
+    if not any(weight for _, weight, _ in entries):
+        raise ConfigError("reward: every weight is 0, so that nothing is earned by anything; give one that is not")
+    for name in verify.keys() - VerifyConfig.model_fields.keys():
+        known = ("grade_truncated", "knobs", *VerifyConfig.model_fields)
+        raise ConfigError(f"build_rewards has no option {name!r}{near(name, known)}; it has: {listed(known)}")
     limits = VerifyConfig(**verify)
     verifier = Verifier(limits.workers, limits.timeout_s, limits.memory_mb)
     built: list[Entry] = []

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 START_LIMIT = 120.0  # seconds a worker may take to import its libraries
 TRIES = 2  # workers that may die of one question
-KILLS = 20  # workers that somebody else may kill while they are at one question
+KILLS = 50  # workers that somebody else may kill while they are at one question
 STARTS = 4  # of one worker, before its question is given up
 PIPE = 4096  # bytes that a pipe with any room takes without blocking
 
