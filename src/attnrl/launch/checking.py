@@ -152,7 +152,7 @@ def look_at_prompt(prompt: Prompt, tokenizer: Any, found: Findings) -> None:
 
 
 def grade_golds(config: Config, records: Sequence[Record], rewards: Rewards, found: Findings) -> None:
-    """Five rows over the whole of the data: their golds must be right and earn more than nonsense, which must be wrong."""
+    """Five rows over the whole of the data: golds must be right and earn more than nonsense, which must be wrong."""
     places = sorted({round(i) for i in np.linspace(0, len(records) - 1, GRADED)})
     rows = [records[i] for i in places]
     golds = rewards.grade([_answer(row, f"The answer is \\boxed{{{row.answers[0]}}}.") for row in rows])
