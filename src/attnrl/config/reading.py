@@ -38,7 +38,7 @@ def load_config(
     """
     if isinstance(preset, Config):
         if overrides:
-            raise ConfigError("give overrides or a whole config, not both")
+            raise ConfigError("give overrides or a whole config, not both: a Config is taken as it is")
         return preset
     values, own = _read_preset(str(preset)) if preset else ({}, {})
     for key, value in ({} if known is None else known).items():
