@@ -35,9 +35,9 @@ def test_packs_hold_every_sample_once_within_the_budget(trees, ranks, budget, sh
         trunk = rng.integers(4, 99, 12)
         samples += [sample([tree + 100], np.concatenate([trunk[:k], rng.integers(4, 99, 3)])) for k in (4, 8, 12)]
     shares = share_packs(samples, range(len(samples)), ranks, budget, share=shared)
-    assert sorted(i for mine in shares for pack in mine for i in pack) == list(range(len(samples)))
+    assert sorted(samples.index(s) for mine in shares for pack in mine for s in pack) == list(range(len(samples)))
     for pack in itertools.chain(*shares):
-        ids = [input_ids(samples[i]).tolist() for i in pack]
+        ids = [input_ids(s).tolist() for s in pack]
         distinct = {tuple(row[: k + 1]) for row in ids for k in range(len(row))}
         size = len(distinct) if shared else sum(map(len, ids))
         assert size <= budget or len(pack) == 1
@@ -54,5 +54,5 @@ def test_samples_of_a_tree_stay_together():
     samples = [sample(t[:4], np.concatenate([t[4:], [90 + b]])) for t in trunks for b in range(3)]
     shares = share_packs(samples, range(12), 2, 100, share=True)
     packs = list(itertools.chain(*shares))
-    trees = [{i // 3 for i in pack} for pack in packs]
+    trees = [{samples.index(s) // 3 for s in pack} for pack in packs]
     assert sum(len(t) for t in trees) == 4  # no tree is in two packs

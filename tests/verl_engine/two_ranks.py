@@ -57,6 +57,7 @@ def equal(model: str) -> dict:
     wanted = scoring.score(plain, asked, delta=1)
     head.CHUNK_BYTES["cpu"] = 16 * 256 * 4  # 16 positions at a time
     mine = ([0, 1, 2, 3, 4], [5, 6])[dist.get_rank()]
+    sharded.prepare(module)
     found, _ = sharded.score(module, [asked[i] for i in mine], Scoring(delta=1), token_budget=64, device=CPU)
     gaps = [np.abs(a.logprobs - wanted[i].logprobs).max() for i, a in zip(mine, found, strict=True)]
     gaps += [np.abs(a.fci - wanted[i].fci).max() for i, a in zip(mine, found, strict=True)]
@@ -93,7 +94,7 @@ class Trained:
         packs = share_packs(SAMPLES, range(len(SAMPLES)), dist.get_world_size(), 64, share=False)[dist.get_rank()]
         self.module.train()
         self.optimizer.zero_grad()
-        laid_out = self.rank.lay_out([[SAMPLES[i] for i in pack] for pack in packs], share=False)
+        laid_out = self.rank.lay_out(packs, share=False)
         metrics = self.rank.learn(self.module, laid_out, sync=lambda last: nullcontext())
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters()]).full_tensor().item()
         self.optimizer.step()
@@ -105,7 +106,7 @@ def train(model: str, folder: Path) -> dict:
     policy = Trained(model)
     first = [policy.update() for _ in range(2)]
     weights.save_shards(folder / "actor", policy.module, policy.optimizer)
-    for dtype in weights.DTYPES:
+    for dtype in ("float32", "bfloat16"):
         weights.save_model(folder / dtype, policy.module, dtype)
     return {"first": first, "third": policy.update()}
 

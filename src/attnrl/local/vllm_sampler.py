@@ -17,6 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -163,17 +164,14 @@ class VllmSampler:
         return outputs
 
     def _parameters(self, limit: int, sampling: Sampling) -> Any:
-        values = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "max_tokens": limit,
-            "stop_token_ids": self.stop_ids,
-            "ignore_eos": True,  # what ends a response is in stop_ids
-            "logprobs": 0,  # of the drawn token alone
-            "detokenize": False,
-        }
-        return self._library.SamplingParams(**values)
+        return self._library.SamplingParams(
+            **{**asdict(sampling), "top_k": sampling.top_k or -1},
+            max_tokens=limit,
+            stop_token_ids=self.stop_ids,
+            ignore_eos=True,  # what ends a response is in stop_ids
+            logprobs=0,  # of the drawn token alone
+            detokenize=False,
+        )
 
     @staticmethod
     def _deaths() -> tuple[type[Exception], ...]:

@@ -31,7 +31,6 @@ from attnrl.verl_engine import settings, worker
 from attnrl.verl_engine.arrival import Arrival
 from attnrl.verl_engine.servers import Servers
 from attnrl.verl_engine.session import Session
-from attnrl.verl_engine.sharded import together
 from attnrl.verl_engine.share import deal, share_packs
 from attnrl.verl_engine.watch import Watch
 
@@ -120,19 +119,20 @@ class VerlBackend:
         check_ids([s.response for s in samples], self.vocabulary, "response of sample")
         self._sleep()
         plan = minibatches(samples, self.options, seed=self.seed, version=self.version)
-        shares: list[list[Any]] = [[] for _ in range(self.ranks)]
-        for rows in plan:
-            packs = share_packs(samples, rows, self.ranks, self.budget, share=self.shares)
-            for rank, mine in enumerate(packs):
-                shares[rank].append([[samples[i] for i in pack] for pack in mine])
+        dealt = [share_packs(samples, rows, self.ranks, self.budget, share=self.shares) for rows in plan]
+        shares = [[minibatch[rank] for minibatch in dealt] for rank in range(self.ranks)]
         lr = learning_rate(self.options, self.counters.updates)
         with self._phase("update"):
-            found = self._call(worker.update, shares, self.options, self.temperature, self.counters)
-            metrics, self.counters = together([part for part, _ in found]), found[0][1]
+            ranks = self._call(worker.update, shares, self.options, self.temperature, self.counters)
+            (metrics, self.counters), *others = ranks
+            for other, _ in others:  # norms, skipped updates and counters are the same on every rank
+                metrics.add(other)
             if metrics.norms:
                 self.arrival.updated(self._call(worker.checksum, self.dtype)[0], update=self.version + 1, lr=lr)
         self.version += 1
-        return metrics.summary(lr=learning_rate(self.options, self.counters.updates), samples=sum(map(len, plan)))
+        lr = learning_rate(self.options, self.counters.updates)
+        found: dict[str, float] = metrics.summary(lr=lr, samples=sum(map(len, plan)))
+        return found
 
     def save(self, path: Path) -> None:
         """Write weights, optimizer and counters into the existing directory `path`; ranks draw no random numbers."""
@@ -157,7 +157,8 @@ class VerlBackend:
 
     def metrics(self) -> dict[str, float]:
         """What the engine did since it was last asked; see the class."""
-        found = {f"engine/{name}_seconds": took for name, took in self.watch.take().items()}
+        found = {f"engine/{name}_seconds": took for name, took in self.watch.seconds.items()}
+        self.watch.seconds.clear()
         found |= self.scored.metrics() | self.servers.metrics() | {"sync/logprob_gap": self.logprob_gap}
         self.scored, self.logprob_gap = ScoreReport(), 0.0
         if not self.closed and (held := max(self._call(worker.memory))):
@@ -272,12 +273,10 @@ class VerlBackend:
         mine = [[requests[i] for i in share] for share in shares]
         with self._phase("score"):
             found = self._call(worker.score, mine, scoring, self.budget)
-        scores: list[Any] = [None] * len(requests)
-        for share, (part, _) in zip(shares, found, strict=True):
-            for index, one in zip(share, part, strict=True):
-                scores[index] = one
         report.add([rank for _, rank in found])
-        return scores
+        parts = zip(shares, found, strict=True)
+        scores = {index: one for share, (part, _) in parts for index, one in zip(share, part, strict=True)}
+        return [scores[index] for index in range(len(requests))]
 
 
 def cause(error: BaseException) -> str:

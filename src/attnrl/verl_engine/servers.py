@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any
 from uuid import uuid4
 
@@ -90,15 +91,8 @@ class Servers:
         return list(await asyncio.gather(*map(one, requests)))
 
     def _parameters(self, sampling: Sampling, max_tokens: int, seed: int) -> dict[str, Any]:
-        return {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "max_tokens": max_tokens,
-            "seed": seed,
-            "stop_token_ids": list(self.stop_ids),
-            "logprobs": True,
-        }
+        asked = {"max_tokens": max_tokens, "seed": seed, "stop_token_ids": list(self.stop_ids), "logprobs": True}
+        return {**asdict(sampling), "top_k": sampling.top_k or -1, **asked}
 
     def _rollout(self, answer: Any) -> Rollout:
         """verl's answer as a rollout; it says "completed" for both ends of a response."""

@@ -58,15 +58,20 @@ def overrides(config: Config, *, model: str, dtype: str, learn: bool) -> list[st
         "fsdp_config.use_torch_compile": False,
     }
     apart = {"nnodes": 1, "n_gpus_per_node": engine.server_gpus, "checkpoint_engine.backend": "nccl"}
-    sections = {
-        "model": {
+    sections: dict[str, dict[str, Any]] = {
+        "trainer": {"nnodes": engine.nodes, "n_gpus_per_node": engine.gpus_per_node},
+        "data": {
+            "max_prompt_length": config.data.max_prompt_tokens,
+            "max_response_length": config.sampling.max_response_tokens,
+        },
+        "actor_rollout_ref.model": {
             "path": model,
             "use_remove_padding": True,
             "enable_gradient_checkpointing": update.gradient_checkpointing == "all",
             "+override_config.attn_implementation": "sdpa",  # our attention takes its place in every forward
             "+override_config.attention_dropout": 0.0,
         },
-        "actor": {
+        "actor_rollout_ref.actor": {
             "strategy": "fsdp2",
             "use_dynamic_bsz": True,
             "ppo_max_token_len_per_gpu": budget,
@@ -77,8 +82,8 @@ def overrides(config: Config, *, model: str, dtype: str, learn: bool) -> list[st
             "fsdp_config.model_dtype": "fp32",
             **module,
         },
-        "ref": {"fsdp_config.model_dtype": precision, **module},
-        "rollout": {
+        "actor_rollout_ref.ref": {"fsdp_config.model_dtype": precision, **module},
+        "actor_rollout_ref.rollout": {
             "name": "vllm",
             "tensor_model_parallel_size": 1,
             "load_format": "auto",
@@ -90,28 +95,22 @@ def overrides(config: Config, *, model: str, dtype: str, learn: bool) -> list[st
         },
     }
     found = [
-        f"trainer.nnodes={engine.nodes}",
-        f"trainer.n_gpus_per_node={engine.gpus_per_node}",
-        f"data.max_prompt_length={config.data.max_prompt_tokens}",
-        f"data.max_response_length={config.sampling.max_response_tokens}",
+        f"{'+' * key.startswith('+')}{name}.{key.removeprefix('+')}={value}"
+        for name, section in sections.items()
+        for key, value in section.items()
     ]
-    for name, section in sections.items():
-        for key, value in section.items():
-            plus = "+" if key.startswith("+") else ""
-            found.append(f"{plus}actor_rollout_ref.{name}.{key.removeprefix('+')}={value}")
     return [*found, *engine.overrides]
 
 
 def compose(entries: Sequence[str]) -> Any:
     """verl's own ppo_trainer.yaml with these overrides, resolved."""
-    from hydra import compose as compose_hydra
-    from hydra import initialize_config_module
+    import hydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
     try:
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose_hydra("ppo_trainer", overrides=list(entries))
+        with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+            config = hydra.compose("ppo_trainer", overrides=list(entries))
         OmegaConf.resolve(config)
     except HydraException as error:
         raise ConfigError(f"engine.verl.overrides: {str(error).strip().splitlines()[0]}") from None

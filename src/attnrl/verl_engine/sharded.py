@@ -33,55 +33,33 @@ FILLER = Sample(as_ids([0]), as_ids([0]), as_floats([0.0]), as_floats([0.0]), ""
 Sync = Callable[[bool], AbstractContextManager[None]]  # whether gradients are reduced over ranks after this one
 
 
-class BareHead:
-    """The output head without FSDP2's hooks. verl shards it apart from the root: each call of it would be a collective,
-    and ranks run it over different numbers of chunks, in backward too."""
-
-    def __init__(self, head: Any) -> None:
-        self.head = head
-
-    @property
-    def weight(self) -> Tensor:
-        weight: Tensor = self.head.weight
-        return weight
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.head.forward(hidden)
-        return logits
-
-
 def prepare(module: Any, *, check: bool = True) -> None:
-    """Once, on every rank and outside of any attention of ours: check the head, then take its hooks away and let
-    `inside` count as a forward."""
-    if hasattr(module, "attnrl_inside"):
-        return
+    """Once, on every rank and outside of any attention of ours: check the head, then take FSDP2's hooks from it and let
+    `inside` count as a forward. verl shards the head apart from the root: each call of it would be a collective, and
+    ranks run it over different numbers of chunks, in backward too."""
     if check:
         module.set_reshard_after_forward(False, recurse=False)  # the check calls root and head apart
         check_head(module)
         module.reshard()
     head = module.get_output_embeddings()
     if isinstance(head, FSDPModule):
-        bare = BareHead(head)
-        module.get_output_embeddings = lambda: bare
-    module.attnrl_inside = types.MethodType(lambda self, work: work(self), module)
+        head._forward_pre_hooks.clear()
+        head._forward_hooks.clear()
+    module.attnrl_inside = types.MethodType(inside, module)
     register_fsdp_forward_method(module, "attnrl_inside")
 
 
 def inside(module: Any, work: Callable[[Any], Any]) -> Any:
-    """work(module) as if it were the module's forward: FSDP2 gathers the root's parameters around it, and the head's,
-    which stay until the end of backward. The module is prepared."""
-
-    def with_head(model: Any) -> Any:
-        found = model.get_output_embeddings()
-        head = found.head if isinstance(found, BareHead) else None
-        if head is not None:
-            head.unshard()
-        answer = work(model)
-        if head is not None and not torch.is_grad_enabled():
-            head.reshard()
-        return answer
-
-    return module.attnrl_inside(with_head)
+    """work(module), as a method of the prepared module that counts as its forward: FSDP2 gathers the root's parameters
+    around it, and this the head's, which stay until the end of backward."""
+    head = module.get_output_embeddings()
+    apart = isinstance(head, FSDPModule)
+    if apart:
+        head.unshard()
+    answer = work(module)
+    if apart and not torch.is_grad_enabled():
+        head.reshard()
+    return answer
 
 
 def over_ranks(values: Sequence[float], device: torch.device, op: Any = None) -> list[float]:
@@ -99,8 +77,7 @@ def idle(own: int, device: torch.device) -> int:
 def score(
     module: Any, requests: Sequence[ScoreRequest], scoring_: Scoring, *, token_budget: int, device: torch.device
 ) -> tuple[list[Scores], ScoreReport]:
-    """Scores of this rank's requests, by attnrl.scoring as it is, and what they cost."""
-    prepare(module)
+    """Scores of this rank's requests under a prepared module, by attnrl.scoring as it is, and what they cost."""
     options = asdict(scoring_)
     lengths = [len(r.prompt) + len(r.response) for r in requests]
     fillers = idle(len(bins_by_budget(lengths, token_budget, lone_from(module))), device)
@@ -114,7 +91,7 @@ def score(
         return found
 
     with torch.no_grad():
-        found = inside(module, work)
+        found = module.attnrl_inside(work)
     module.reshard()
     return found, report
 
@@ -135,7 +112,7 @@ class Rank:
     def logprobs(self, module: Any, packs: Sequence[Pack]) -> list[Tensor]:
         """Log-probs of the loss tokens of each microbatch under a prepared module; no gradient."""
         with torch.no_grad():
-            found = [inside(module, partial(self.passes.logprobs, pack=p)) for p in packs]
+            found = [module.attnrl_inside(partial(self.passes.logprobs, pack=p)) for p in packs]
         module.reshard()
         return found
 
@@ -164,16 +141,8 @@ class Rank:
             # FSDP2 takes the mean over ranks, the loss is a mean over the units of all ranks
             weight = dist.get_world_size() / units if p.rows else 0.0
             with sync(i == len(packs) - 1), pack_attention(module, p):
-                loss, sums = inside(module, work)
+                loss, sums = module.attnrl_inside(work)
                 (loss * weight).backward()
             if p.rows:
                 metrics.add_microbatch(sums, p)
         return metrics
-
-
-def together(ranks: Sequence[UpdateMetrics]) -> UpdateMetrics:
-    """The metrics of all ranks of an update; norms and skipped updates are the same on each."""
-    total = UpdateMetrics(norms=ranks[0].norms, skipped=ranks[0].skipped)
-    for part in ranks:
-        total.add(part)
-    return total

@@ -28,7 +28,7 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
 
 def share_packs(
     samples: Sequence[Sample], rows: Sequence[int], ranks: int, budget: int, *, share: bool
-) -> list[list[list[int]]]:
+) -> list[list[list[Sample]]]:
     """For each rank its microbatches of the samples `rows`: at most `budget` tokens each, samples that share a prefix
     together, and as many for each rank, up to one. With fewer full microbatches than ranks, they are made smaller.
     """
@@ -36,4 +36,4 @@ def share_packs(
     budget = max(1, min(budget, -(-sum(lengths.values()) // ranks)))
     packs = microbatches(samples, rows, budget, share=share)
     costs = [sum(lengths[row] for row in pack) for pack in packs]
-    return [[packs[i] for i in mine] for mine in deal(costs, ranks)]
+    return [[[samples[row] for row in packs[i]] for i in mine] for mine in deal(costs, ranks)]

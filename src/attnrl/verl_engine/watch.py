@@ -54,8 +54,3 @@ class Watch:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
-
-    def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call."""
-        found, self.seconds = self.seconds, {}
-        return found

@@ -16,13 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
 from attnrl.verl_engine.sharded import over_ranks
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def save_shards(folder: Path, module: Any, optimizer: Any) -> None:
@@ -41,11 +40,10 @@ def load_shards(folder: Path, module: Any, optimizer: Any) -> None:
     if learns:
         state["optimizer"] = get_optimizer_state_dict(module, optimizer)
     dcp.load(state, checkpoint_id=folder)
-    optimizers = [optimizer] if learns else []
-    set_state_dict(
-        module, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {"state": {}})
-    )
-    if optimizer is not None and not learns:
+    set_model_state_dict(module, state["model"])
+    if learns:
+        set_optimizer_state_dict(module, optimizer, state["optimizer"])
+    elif optimizer is not None:
         optimizer.state.clear()
 
 
@@ -56,9 +54,9 @@ def save_model(folder: Path, module: Any, dtype: str) -> None:
     whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         with torch.device("meta"):
-            plain = AutoModelForCausalLM.from_config(copy.deepcopy(module.config), dtype=DTYPES[dtype])
+            plain = AutoModelForCausalLM.from_config(copy.deepcopy(module.config), dtype=getattr(torch, dtype))
         plain.generation_config = module.generation_config
-        cast = {name: t.to(DTYPES[dtype]) if t.is_floating_point() else t for name, t in whole.items()}
+        cast = {name: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for name, t in whole.items()}
         plain.save_pretrained(folder, state_dict=cast)
     dist.barrier()
 
@@ -68,7 +66,7 @@ def checksum(module: Any, dtype: str, device: torch.device) -> tuple[float, floa
     sums = [0.0, 0.0]
     for p in module.parameters():
         local = (p.to_local() if isinstance(p, DTensor) else p).detach()
-        for i, value in enumerate((local, local.to(DTYPES[dtype]))):
+        for i, value in enumerate((local, local.to(getattr(torch, dtype)))):
             flat = value.double().flatten()
             sums[i] += float(flat.abs().sum() + (flat * flat).sum())
     exact, seen = over_ranks(sums, device)
