@@ -15,7 +15,7 @@ from attnrl.config import ModelConfig, UpdateConfig
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.local import learner as learner_module
 from attnrl.local.learner import Learner
-from attnrl.local.models import add_lora, prepare_model
+from attnrl.local.models import add_lora, lora_layers, prepare_model
 from attnrl.policy import passes as passes_module
 from attnrl.types import Sample, as_floats, as_ids
 
@@ -285,6 +285,37 @@ def test_lora_trains_adapters_against_the_base() -> None:
     after = model.get_base_model().state_dict()
     frozen = {k.replace(".base_layer", ""): v for k, v in after.items() if "lora" not in k}
     assert all(torch.equal(frozen[k], v) for k, v in before.items())
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (
+            ["q_projj"],
+            r"no layer 'q_projj'; did you mean 'q_proj'\?; it has .*q_proj, k_proj, v_proj, o_proj",
+        ),
+        (["q_proj", "v_projj"], r"no layer 'v_projj'; did you mean 'v_proj'"),  # the other one would train alone
+        (["mlp"], r"no layer 'mlp'; it has"),  # a block, not a layer
+        (["proj"], r"no layer 'proj'"),  # whole names, not their ends
+        ([], r"no layer"),
+    ],
+)
+def test_a_lora_target_that_the_model_does_not_have_is_named_with_those_it_has(targets: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.lora_targets: .*{said}"):
+        add_lora(tiny(), ModelConfig(lora_rank=4, lora_targets=targets), seed=0)
+
+
+def test_default_lora_targets_are_those_that_the_model_has_of_them() -> None:
+    """Also a part of a name, as peft takes it, and one layer once."""
+    model = tiny()
+    names = {id(layer): name for name, layer in model.named_modules()}
+    seven = [names[id(layer)].rpartition(".")[2] for layer in lora_layers(model, ModelConfig(lora_rank=4))]
+    assert sorted(set(seven)) == sorted(ModelConfig().lora_targets)
+    some = lora_layers(model, ModelConfig(lora_targets=("self_attn.q_proj", "q_proj")))
+    assert sorted(names[id(layer)] for layer in some) == sorted(n for n in names.values() if n.endswith(".q_proj"))
+    for layer in model.model.layers:
+        del layer.mlp.gate_proj
+    assert len(lora_layers(model, ModelConfig(lora_rank=4))) == len(seven) * 6 // 7
 
 
 def test_lora_adapters_follow_the_seed() -> None:

@@ -36,14 +36,15 @@ def shape_of(model: Any, options: ModelConfig) -> Shape:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from attnrl.local.models import lora_layers
+
     config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
     weights = sum(p.numel() for p in built.parameters())
     trained = weights
     if options.lora_rank:
-        linear = [m for n, m in built.named_modules() if n.rpartition(".")[2] in options.lora_targets]
-        trained = sum(options.lora_rank * (m.in_features + m.out_features) for m in linear)
+        trained = sum(options.lora_rank * sum(layer.weight.shape) for layer in lora_layers(built, options))
     text = config.get_text_config()
     heads = text.num_attention_heads
     return Shape(

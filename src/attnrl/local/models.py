@@ -14,7 +14,7 @@ from torch import nn
 
 from attnrl.config import ModelConfig
 from attnrl.data.files import unreachable
-from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
+from attnrl.errors import ConfigError, MissingExtraError, MissingFileError, listed, near
 
 # Any of these makes a directory one with a tokenizer: the fast form, or the vocabulary of a slow one.
 TOKENIZER_FILES = (
@@ -132,12 +132,28 @@ def prepare_model(model: Any) -> Any:
     return model.eval()
 
 
+def lora_layers(model: Any, options: ModelConfig) -> list[nn.Module]:
+    """The layers that get adapters. ConfigError where one of the targets that the user set, or all of them, are none of
+    the model's.
+    """
+    layers = {n: m for n, m in model.named_modules() if getattr(getattr(m, "weight", None), "ndim", 0) == 2}
+    ends = {target: {n for n in layers if f".{n}".endswith(f".{target}")} for target in options.lora_targets}
+    missing = [target for target, names in ends.items() if not names]
+    if missing == list(ends) or (missing and "lora_targets" in options.model_fields_set):
+        name, known = "".join(missing[:1]), list(dict.fromkeys(n.rpartition(".")[2] for n in layers))
+        raise ConfigError(
+            f"model.lora_targets: the model has no layer {name!r}{near(name, known)}; it has {listed(known)}"
+        )
+    return [layers[name] for name in set[str]().union(*ends.values())]
+
+
 def add_lora(model: Any, options: ModelConfig, *, seed: int) -> Any:
     """The model wrapped by peft: frozen base, trainable adapters of the model's dtype, the same for the same seed."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise MissingExtraError("LoRA needs peft: pip install 'attnrl[lora]'") from error
+    lora_layers(model, options)
     config = LoraConfig(
         r=options.lora_rank,
         lora_alpha=options.lora_alpha,  # type: ignore[arg-type]  # peft divides by the rank: any number will do
