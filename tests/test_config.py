@@ -162,6 +162,19 @@ def test_a_file_may_stand_on_a_preset_and_flags_on_it(tmp_path: Path) -> None:
     assert (config.algo.points, config.algo.width, config.algo.min_gap_tokens) == (5, 7, 512)
 
 
+@pytest.mark.parametrize("given", [None, 3, {}, {"algo": {"points": 3}}, ["demo"], b"demo"])
+def test_what_names_no_config_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^a config is a preset's name, a path or a Config, not "):
+        load_config(given)
+
+
+def test_a_path_is_read_like_its_text(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('base = "demo"\n[algo]\npoints = 5\n')
+    assert load_config(file, {"algo.width": 7}) == load_config(str(file), {"algo.width": 7})
+    assert load_config(file).algo.points == 5
+
+
 def test_missing_broken_and_circular_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match=r"nowhere\.toml"):
         load_config("nowhere.toml")

@@ -40,6 +40,10 @@ def load_config(
         if overrides:
             raise ConfigError("give overrides or a whole config, not both: a Config is taken as it is")
         return preset
+    if not isinstance(preset, str | Path):
+        raise ConfigError(
+            f"a config is a preset's name, a path or a Config, not {preset!r}; overrides are a dict beside it"
+        )
     values, own = _read_preset(str(preset)) if preset else ({}, {})
     for key, value in ({} if known is None else known).items():
         put(values, key, value)
