@@ -104,6 +104,18 @@ def test_a_run_goes_on_without_its_config_also_in_a_thread(run_dir, tmp_path):
     assert (done.model / "config.json").is_file()
 
 
+def test_resuming_what_was_never_begun_says_that_it_begins(run_dir, tmp_path):
+    said: list[str] = []
+    no_data = {**SMALL, "data.train": "no.jsonl", "data.train_tasks": 20_000}
+    with pytest.raises(MissingFileError, match=r"no\.jsonl"):
+        attnrl.train("demo", tmp_path / "typo", resume=True, overrides=no_data, say=said.append)
+    assert said == [f"no run in {tmp_path / 'typo'} yet: it begins"]
+    attnrl.train(run_dir=run_dir, resume=True, say=said.append)
+    with pytest.raises(MissingFileError, match=r"no\.jsonl"):
+        attnrl.train("demo", tmp_path / "new", overrides=no_data, say=said.append)
+    assert not any("it begins" in line for line in said[1:])
+
+
 def test_a_finished_run_is_left_alone_and_says_so(run_dir):
     before = (run_dir / "metrics.jsonl").read_bytes()
     said: list[str] = []
@@ -123,6 +135,16 @@ def test_a_finished_run_is_left_alone_and_says_so(run_dir):
         ({"config": "no_such_preset", "run_dir": "new"}, ConfigError, "no preset 'no_such_preset'"),
         ({"config": Path("no.toml"), "run_dir": "new"}, MissingFileError, r"no\.toml does not exist"),
         ({"config": Config(), "run_dir": "new", "overrides": {"run.seed": 1}}, ConfigError, "a Config is taken as it"),
+        (
+            {"config": "demo", "run_dir": "new", "observers": [print, 3]},
+            ConfigError,
+            r"observers: .*functions.*not 3$",
+        ),
+        (
+            {"config": "demo", "run_dir": "new", "observers": print},
+            ConfigError,
+            r"observers: .*not <built-in funct",
+        ),
         ({"run_dir": "RUN", "resume": True, "overrides": {"algo.points": 3}}, ConfigError, r"points: was 2, is now 3"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from attnrl.errors import MissingExtraError
+from attnrl.errors import ConfigError, MissingExtraError
 
 Observer = Callable[[dict[str, float]], None]
 
@@ -18,6 +18,13 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raise MissingExtraError where a tracker is not installed."""
     for name in names:
         _need(name)
+
+
+def check_observers(observers: Any) -> None:
+    """Raise ConfigError where they are no list of functions."""
+    listed = isinstance(observers, list | tuple)
+    for wrong in [one for one in observers if not callable(one)] if listed else [observers]:
+        raise ConfigError(f"observers: give a list of functions of the metrics, such as [print]; not {wrong!r}")
 
 
 def open_trackers(

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     if place != output:
         show(f"{output} is kept (finished, or other settings): writing into {place}")
     for name, config in configs.items():
-        train(config, place / name, resume=True)
+        train(config, place / name, resume=(place / name).is_dir())
     from attnrl.analysis.report import write_report
 
     runs = [place / name for name in names]

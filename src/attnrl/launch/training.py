@@ -36,9 +36,9 @@ from attnrl.launch.models import (
     pin_model,
 )
 from attnrl.launch.parts import build_parts, check_parts, segmenting, taken_by
-from attnrl.run import check_run, last_recorded, open_run, read_metrics
+from attnrl.run import Run, check_run, last_recorded, open_run, read_metrics
 from attnrl.schedules import SCHEDULES
-from attnrl.trackers import Observer, check_trackers, open_trackers
+from attnrl.trackers import Observer, check_observers, check_trackers, open_trackers
 from attnrl.trainer import finished
 from attnrl.trainer import train as loop
 from attnrl.types import State, counted
@@ -96,6 +96,7 @@ def train(
     if not str(run_dir):
         raise ConfigError("say where the run is written: run_dir (--run-dir DIRECTORY)")
     run_dir = Path(run_dir)
+    check_observers(observers)
     config = resolve(config, run_dir, resume=resume, overrides=overrides, say=say)
     ready = make_ready(config)
     values = config.model_dump(mode="json")
@@ -103,6 +104,8 @@ def train(
     if state is not None and (done := finished_note(state, config)):
         say(f"{run_dir} {done}")
         return Trained(run_dir, state)
+    if resume and not Run(run_dir).recorded:
+        say(f"no run in {run_dir} yet: it begins")
     check_engine(ready.engine, config, ready.model, run_dir)
     records = train_records(config, say)
     held_out = evaluation_records(config) if config.evaluation.every else {}
