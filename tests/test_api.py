@@ -54,6 +54,7 @@ def test_the_import_is_light(code):
 
 def test_names_are_loaded_on_first_use_and_others_are_refused():
     assert set(attnrl.__all__) == {"__version__", "check", "evaluate", "load_config", "score", "train"}
+    assert set(attnrl.__all__) <= set(dir(attnrl))
     assert all(callable(getattr(attnrl, name)) for name in attnrl.__all__ if name != "__version__")
     with pytest.raises(AttributeError, match="has no attribute 'fit'"):
         attnrl.fit  # noqa: B018

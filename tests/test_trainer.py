@@ -289,8 +289,12 @@ def test_a_directory_with_other_things_or_another_process_is_refused(tmp_path: P
 
 def test_what_changes_no_result_may_change_on_resume(tmp_path: Path) -> None:
     run_fake(tmp_path, "attnrl_1p5b", 2)
-    run_fake(tmp_path, "attnrl_1p5b", 4, resume=True, **{"update.microbatch_tokens": 2048, "verify.workers": 1})
+    free = {"update.microbatch_tokens": 2048, "verify.workers": 1, "verify.max_error_share": 0.9}
+    run_fake(tmp_path, "attnrl_1p5b", 4, resume=True, **free)
     assert len(read_metrics(tmp_path)) == 4
+    for limit, value in (("timeout_s", 60.0), ("async_timeout_s", 90.0), ("memory_mb", 4096)):  # they say what is wrong
+        with pytest.raises(ConfigError, match=rf"verify\.{limit}: was .*, is now {value}"):
+            run_fake(tmp_path, "attnrl_1p5b", 6, resume=True, **{f"verify.{limit}": value})
 
 
 def test_a_schedule_need_not_number_its_iterations(tmp_path: Path) -> None:

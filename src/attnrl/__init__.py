@@ -18,3 +18,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("attnrl.config" if name == "load_config" else "attnrl.launch"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -55,6 +55,13 @@ def moving(config, *, model, tokenizer, learn=True, by):
     return engine
 
 
+def wordy(config, *, model, tokenizer, learn=True):
+    """Says of itself what is no number."""
+    engine = build(config, model=model, tokenizer=tokenizer, learn=learn)
+    engine.metrics = lambda: {"mine/state": "well"}
+    return engine
+
+
 def everything_is_right(attempts):
     return [1.0] * len(attempts)
 
@@ -118,6 +125,12 @@ def test_a_gold_that_earns_less_than_nonsense_is_found():
     found = attnrl.check("demo", overrides=overrides, prompts=1, responses=2, say=said.append)
     assert levels(found)["reward"] == "wrong"
     assert "its gold earns -1, nonsense 0" in "\n".join(said)
+
+
+def test_metrics_of_an_engine_that_are_no_numbers_are_found(own):
+    overrides = {**SMALL, "engine.name": "faulty:wordy"}
+    with pytest.raises(TrainingError, match=r"metrics of the engine LocalBackend must return .*mine/state"):
+        attnrl.check("demo", overrides=overrides, prompts=1, responses=1, say=lambda text: None)
 
 
 def test_rewards_that_take_nonsense_or_raise_are_found(own):

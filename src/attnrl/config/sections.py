@@ -326,13 +326,13 @@ class VerifyConfig(Section):
     """Worker processes; None: one per core, at most 4."""
     timeout_s: Annotated[float, WORKERS] = Field(5.0, gt=0)
     """Wall limit of one answer, seconds."""
-    memory_mb: Annotated[int, WORKERS] = Field(2048, ge=256, json_schema_extra=MAY_CHANGE)
+    memory_mb: Annotated[int, WORKERS] = Field(2048, ge=256)
     """Memory limit of one worker beyond what its imports take, MB."""
     concurrency: Annotated[int, ASYNC] = Field(64, ge=1, json_schema_extra=MAY_CHANGE)
     """Calls of an async reward that run at the same time."""
     async_timeout_s: Annotated[float, ASYNC] = Field(60.0, gt=0)
     """Wall limit of one call of an async reward, seconds."""
-    max_error_share: float = Field(0.5, ge=0, le=1)
+    max_error_share: float = Field(0.5, ge=0, le=1, json_schema_extra=MAY_CHANGE)
     """A batch of which a larger share are errors of ours stops the run with the cause."""
 
 

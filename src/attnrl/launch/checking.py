@@ -16,7 +16,7 @@ import numpy as np
 
 from attnrl.algo.adaptive import most_points
 from attnrl.algo.promises import trees_by
-from attnrl.backend import generate_by, score_by, update_by
+from attnrl.backend import generate_by, metrics_by, score_by, update_by
 from attnrl.config import Config, load_config
 from attnrl.console import time_span
 from attnrl.iteration import Outcome
@@ -131,6 +131,7 @@ def check(
             look_at_parts(config, try_parts(config, bound, drawn, segmenting(bound, tokenizer), decode), found)
             compare_logprobs(getattr(backend, "dtype", None) or dtype_of(config), drawn, found)
             rates = update_nothing(drawn, backend, found)
+            metrics_by(backend)
     trees = trees_by(bound["budget"], float(np.mean([v.right for v in verdicts])), config.algo.group)
     forecast_time(config, drawn, trees, most_points(bound["rule"]) or 0, rates, found)
     return found.rows
