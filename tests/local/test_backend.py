@@ -23,7 +23,7 @@ from attnrl.config import load_config
 from attnrl.data.task_tokenizer import task_tokenizer
 from attnrl.errors import ConfigError, MissingFileError
 from attnrl.local.backend import STATE, LocalBackend, build, build_learner
-from attnrl.local.models import add_lora, load_tokenizer, prepare_model
+from attnrl.local.models import add_lora, load_tokenizer, pick_device, prepare_model
 from attnrl.policy.logprobs import pack_logprobs
 from attnrl.policy.packing import pack
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scoring, Step, as_floats, as_ids
@@ -213,10 +213,8 @@ def test_missing_paths_are_named_before_anything_loads(tokenizer: PreTrainedToke
         backend.load(tmp_path)
     with pytest.raises(MissingFileError, match="no directory"):
         backend.save(tmp_path / "nowhere")
-    backend.export(tmp_path)
-    strange = load_config("", {"engine.local.device": "gpu"})
-    with pytest.raises(ConfigError, match="gpu"):
-        build(strange, model=str(tmp_path), tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="not 'gpu'"):
+        pick_device("gpu")
 
 
 def test_a_config_becomes_a_backend(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

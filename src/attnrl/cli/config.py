@@ -1,9 +1,10 @@
 """attnrl config PRESET [--section.key VALUE ...]
 
-Prints the resolved config of a preset. PRESET is a name from `attnrl presets`,
-or the path of a TOML file with the keys below. What is printed is TOML and can
-be saved as a preset of your own; a file may name another preset as its `base`
-and hold only what differs.
+Prints the resolved config of a preset, its parts, loss and rewards found and
+their options checked. PRESET is a name from `attnrl presets`, or the path of a
+TOML file with the keys below. What is printed is TOML and can be saved as a
+preset of your own; a file may name another preset as its `base` and hold only
+what differs.
 
 Examples:
   attnrl config demo
@@ -17,8 +18,8 @@ from collections.abc import Container
 from typing import Any
 
 from attnrl.cli.flags import describe_keys, read_flags, show, wants_help
-from attnrl.config import Config, Section, check_taken, idle_keys, keys, load_config
-from attnrl.launch.parts import check_parts, taken_by
+from attnrl.config import Config, Section, idle_keys, load_config
+from attnrl.launch.training import check_named
 
 
 class ConfigFlags(Section):
@@ -34,8 +35,8 @@ def main(argv: list[str]) -> None:
         return
     flags, overrides = read_flags(ConfigFlags, argv, str(__doc__), short={}, words="preset")
     config = load_config(flags.preset, overrides)
-    taken = {*taken_by(config, check_parts(config)), *(key for key in keys() if not key.startswith("algo."))}
-    check_taken(config, taken)
+    _, rewards, taken = check_named(config)
+    rewards.close()
     show(to_toml(config.model_dump(mode="json"), Config().model_dump(mode="json"), idle_keys(config, taken)))
 
 

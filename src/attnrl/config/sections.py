@@ -60,7 +60,7 @@ class LocalConfig(Section):
 
     sampler: Literal["auto", "own", "vllm"] = "auto"
     """What draws responses: own, vllm (extra vllm), or auto: the one that was measured to be faster here."""
-    device: str = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """auto (CUDA where there is one), cpu, cuda."""
     threads: int | None = Field(None, ge=1, json_schema_extra=MAY_CHANGE)
     """CPU threads of torch; None: torch's own choice. Tiny models gain little from a second one."""

@@ -170,15 +170,22 @@ def resolve(
 
 def make_ready(config: Config) -> Ready:
     """What a config names; raises where something is not there, does not fit, or is set and taken by nothing."""
+    bound, rewards, _ = check_named(config)
+    check_trackers(config.run.trackers)
+    return Ready(bound, find_engine(config), rewards, check_model(config.model.path))
+
+
+def check_named(config: Config) -> tuple[dict[str, partial[Any]], Rewards, set[str]]:
+    """The parts of [algo], the rewards, and the dotted keys that these and the loss take; raises as `make_ready` does.
+    No engine, tracker or model is looked for: another machine may have them.
+    """
     from attnrl.policy.objective import objective  # torch: not before it is needed
 
-    bound = check_parts(config)
-    check_trackers(config.run.trackers)
-    loss = objective(config.update).loss
+    bound, loss, rewards = check_parts(config), objective(config.update).loss, open_rewards(config)
     check_evaluation(config)
-    engine, rewards = find_engine(config), open_rewards(config)
-    check_taken(config, {*taken_by(config, bound), *(f"update.{key}" for key in loss.keywords), *rewards.takes})
-    return Ready(bound, engine, rewards, check_model(config.model.path))
+    taken = {*taken_by(config, bound), *(f"update.{key}" for key in loss.keywords), *rewards.takes}
+    check_taken(config, taken)
+    return bound, rewards, taken
 
 
 def check_evaluation(config: Config) -> None:
