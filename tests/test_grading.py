@@ -36,7 +36,7 @@ FAILING = [(schedule, number) for schedule, batches in BATCHES.items() for numbe
 
 
 def graders() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("attnrl-grading")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("attnrl-grading_")]
 
 
 class Moments:
@@ -294,6 +294,7 @@ def test_batches_are_graded_one_at_a_time_in_order_and_a_block_that_ends_well_en
     clock = Clock()
     with Grading(parts_of(grade=slow), clock) as grading:
         waits = [begin(grading, text) for text in "abc"]
+        assert graders() == ["attnrl-grading_0"]
         moments.note("all begun")
         assert waits[2]()[0].reward == 1.0
         assert seen == ["a", "b", "c"]

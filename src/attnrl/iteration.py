@@ -141,7 +141,7 @@ class Grading(AbstractContextManager["Grading"]):
         with self.clock.phase("verify"):
             rows = zip(prompts, responses, rollouts, strict=True)
             attempts = [Attempt.of(prompt, ids, rollout.finish, self.parts.decode) for prompt, ids, rollout in rows]
-            batch = self.thread.submit(copy_context().run, self._grade, attempts, self.begun[-1:])
+            batch = self.thread.submit(copy_context().run, self._grade, attempts, tuple(self.begun))
         self.begun.append(batch)
 
         def verdicts() -> list[Verdict]:
