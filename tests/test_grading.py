@@ -24,6 +24,8 @@ from attnrl.types import Attempt, Prompt, Rollout, Sample, ScoreRequest, Scores,
 from fakes import FakeBackend, FakeStream, decode, fake_parts, grade, told
 from processes import LIMIT, wait_until
 
+PATIENCE = 3 * LIMIT  # two threads of one process that gets little of the machine
+
 SMALL = {"algo.prompts": 4, "sampling.max_response_tokens": 80, "algo.filter": "all"}
 OFF, OVER, ON, FILL = "one_step_off_policy", "overlapped", "on_policy", "dynamic"
 BATCHES = {  # what is graded in a first iteration: until when each batch is not needed
@@ -40,22 +42,18 @@ def graders() -> list[str]:
 
 
 class Moments:
-    """What has happened, for those who wait for it."""
+    """What has happened, for those who wait for it. Without a lock, which a signal could leave behind."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.changed = threading.Condition()
         self.late: list[str] = []
 
     def note(self, moment: str) -> None:
-        with self.changed:
-            self.seen.append(moment)
-            self.changed.notify_all()
+        self.seen.append(moment)
 
     def wait(self, moment: str) -> None:
-        with self.changed:
-            if not self.changed.wait_for(lambda: moment in self.seen, LIMIT):
-                self.late.append(moment)
+        if not wait_until(lambda: moment in self.seen, PATIENCE):
+            self.late.append(moment)
 
 
 class Engine(FakeBackend):
@@ -241,7 +239,7 @@ def test_where_both_fail_the_error_of_grading_is_told_with_that_of_the_engine() 
         with both:
             begin(both, "a")
             begin(both, "b")
-            assert wait_until(lambda: both.begun[0].done())
+            assert wait_until(both.begun[0].done, PATIENCE)
             raise broken
 
     with pytest.raises(ValueError, match="the engine broke") as raised:
@@ -353,6 +351,7 @@ def test_a_second_signal_ends_the_wait_for_verdicts(number: signal.Signals, tmp_
 
     def signalled(attempts: Sequence[Attempt]) -> list[Verdict]:
         if len(reward.batches) == 1:  # branches: the loop waits for them once the next trunks are scored
+            moments.wait("score 2")
             signal.pthread_kill(main, number)
             moments.wait("said")
             signal.pthread_kill(main, number)

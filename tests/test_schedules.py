@@ -466,6 +466,7 @@ def test_the_metrics_of_an_iteration_by_hand() -> None:
     assert outcome.metrics["batch/prompts"] == len(waiting) == 4
     assert outcome.metrics["batch/size"] == 4.0
     assert outcome.metrics["batch/filtered_share"] == 0.25
+    assert outcome.metrics["trees/most_points"] == 2
     assert outcome.metrics["policy/version"] == 2
     assert outcome.metrics["fake/calls"] == 3
     assert outcome.metrics["policy/loss"] == pytest.approx(
