@@ -110,6 +110,23 @@ def test_directory_takes_the_split(tmp_path):
         load_records(tmp_path, split="dev")
 
 
+def test_a_directory_of_files_of_no_split_says_what_to_do(tmp_path):
+    (tmp_path / "notes.csv").write_text("a,b\n")
+    with pytest.raises(MissingFileError, match=r"no data file in this directory; what is read is \.parquet"):
+        load_records(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": "1"}])
+    assert load_records(tmp_path)[0].answers == ("1",)  # the only one
+    write_jsonl(tmp_path / "b.jsonl", [{"question": "q", "answer": "2"}])
+    message = (
+        r"none has 'train' as a word of its name, such as train-1\.jsonl; it has: a\.jsonl, b\.jsonl; name the files"
+    )
+    with pytest.raises(MissingFileError, match=message):
+        load_records(tmp_path)
+    for name in ("train-1.jsonl", "more_train.jsonl"):
+        write_jsonl(tmp_path / name, [{"question": name, "answer": "3"}])
+    assert sorted(record.problem for record in load_records(tmp_path)) == ["more_train.jsonl", "train-1.jsonl"]
+
+
 def test_several_configurations_are_refused():
     names = ["main/test-0.parquet", "socratic/test-0.parquet", "README.md"]
     with pytest.raises(DataError, match=r"main, socratic.*CONFIG"):
@@ -164,6 +181,7 @@ def test_a_row_without_the_column_is_left_out_like_one_with_an_empty_cell(tmp_pa
         ("bad.jsonl", "[1, 2]\n", r"bad\.jsonl:1: a row must be an object"),
         ("bad.jsonl", "", r"no usable row: it is empty"),
         ("bad.jsonl", '{"question": "a", "answer": ""}\n', r"all 1 were left out, bad\.jsonl:1: empty answer"),
+        ("ok.csv", "problem,answer\n1+1?,2\n", r"ok\.csv:1 \(line 1\): not JSON .*; CSV is not read: .*\.parquet"),
         ("bad.json", "3", r"holds a int, not a list of rows"),
         ("bad.parquet", "no parquet", r"not a readable parquet file"),
     ],
@@ -172,6 +190,12 @@ def test_bad_files_name_the_row_and_the_fix(tmp_path, name, content, message):
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=message):
         load_records(tmp_path / name)
+
+
+def test_a_table_of_a_spreadsheet_is_said_to_be_none_that_is_read(tmp_path):
+    (tmp_path / "rows.xlsx").write_bytes(b"PK\x03\x04\xff\xfe")
+    with pytest.raises(DataError, match=r"rows\.xlsx: not UTF-8 text \(byte 4\); XLSX is not read: what is read is"):
+        load_records(tmp_path / "rows.xlsx")
 
 
 def test_columns_of_one_s_own_names(tmp_path):

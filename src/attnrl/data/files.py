@@ -20,6 +20,7 @@ from typing import Any
 from attnrl.errors import DataError, MissingFileError
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
+READ = "what is read is .parquet, .jsonl (one object a line) and .json, the last two also as .gz"
 _HUB = re.compile(r"(?:hf:)?(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.-]+))?")
 
 
@@ -53,7 +54,10 @@ def find_files(source: str | Path, split: str) -> list[tuple[str, Path]]:
         chosen = pick_split(names, split, config=None)
         if not chosen:
             raise MissingFileError(
-                f"{path}: no data file for split {split!r} in this directory; it has: {_some(names)}"
+                f"{path}: of several files in a directory those of the split are read, and none has {split!r} as a "
+                f"word of its name, such as {split}-1.jsonl; it has: {_some(names)}; name the files one by one"
+                if names
+                else f"{path}: no data file in this directory; {READ}"
             )
         return [(name, path / name) for name in chosen]
     name = _HUB.fullmatch(str(source))
@@ -162,7 +166,8 @@ def _read(label: str, path: Path) -> Iterator[Row]:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{label}: not UTF-8 text (byte {error.start}); convert it with `iconv -t utf-8`") from error
+        fix = _kinds(label) or "convert it with `iconv -t utf-8`"
+        raise DataError(f"{label}: not UTF-8 text (byte {error.start}); {fix}") from error
     whole = path.name.removesuffix(".gz").endswith(".json")
     yield from _read_json(label, text) if whole else _read_lines(label, text)
 
@@ -187,8 +192,15 @@ def _read_lines(label: str, text: str) -> Iterator[Row]:
         try:
             columns = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"{label}:{row} (line {number}): not JSON ({error.msg}); one object a line") from error
+            fix = _kinds(label) or "one object a line"
+            raise DataError(f"{label}:{row} (line {number}): not JSON ({error.msg}); {fix}") from error
         yield _row(label, row, columns)
+
+
+def _kinds(label: str) -> str:
+    """What to say of a file that is none of those that are read, by its name; empty for one of them."""
+    kind = Path(label.removesuffix(".gz")).suffix.upper().removeprefix(".")
+    return "" if label.endswith(SUFFIXES) else f"{kind or 'a file without a suffix'} is not read: {READ}"
 
 
 def _read_json(label: str, text: str) -> Iterator[Row]:
