@@ -190,6 +190,18 @@ def test_overlong_and_repeated_prompts_are_counted_with_their_rows():
     assert [p.problem for p in kept] == ["one", "one two three", "one", "two"]
 
 
+def test_a_repeated_problem_with_another_answer_is_named_with_the_row_that_is_kept():
+    answers = (("2",), ("3",), (" $2$ ", "two"), ("2", "4"))  # the third agrees but for its spelling, the last in part
+    rows = [Record("one", answer, "f", f"f:{row}") for row, answer in enumerate(answers, start=1)]
+    prompts, dropped = render_prompts(rows, words_tokenizer(), template="{problem}", max_prompt_tokens=3)
+    assert [prompt.answers for prompt in prompts] == [("2",)]
+    assert (dropped.repeated, dropped.conflicts) == (("f:2", "f:3", "f:4"), (("f:1", "f:2"),))
+    assert dropped.report() == (
+        "3 prompts repeating an earlier one "
+        "(1 with another answer, as f:2, where f:1 is kept; data.clean leaves both out)"
+    )
+
+
 def test_mistakes():
     one = [record("one")]
     with pytest.raises(ConfigError, match=r"template: 'solve it' has no \{problem\}"):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attnrl.data.audit import Duplicate
 from attnrl.data.records import Record
 from attnrl.errors import ConfigError, DataError, listed, near
 from attnrl.types import Prompt, as_ids, content_hash, counted
@@ -26,15 +27,19 @@ class Dropped:
 
     overlong: tuple[str, ...] = ()  # more than max_prompt_tokens
     repeated: tuple[str, ...] = ()  # the same problem as an earlier record
+    conflicts: tuple[tuple[str, str], ...] = ()  # of these, the earlier one that is kept and one with another answer
 
     def __len__(self) -> int:
         return len(self.overlong) + len(self.repeated)
 
     def report(self) -> str:
         """What was dropped, for the console; empty if nothing was."""
+        other, number = "", len(self.conflicts)
+        for kept, left in self.conflicts[:1]:
+            other = f" ({number} with another answer, as {left}, where {kept} is kept; data.clean leaves both out)"
         counts = (
             (len(self.overlong), "over the length limit"),
-            (len(self.repeated), "repeating an earlier one"),
+            (len(self.repeated), f"repeating an earlier one{other}"),
         )
         return ", ".join(f"{counted(n, 'prompt')} {why}" for n, why in counts if n)
 
@@ -69,7 +74,8 @@ def render_prompts(
     prompts: list[Prompt] = []
     overlong: list[str] = []
     repeated: list[str] = []
-    seen: set[str] = set()
+    conflicts: list[tuple[str, str]] = []
+    seen: dict[str, Record] = {}
     shortest = 0
     for start in _track(range(0, len(records), _CHUNK), "tokenizing prompts", len(records) > 4 * _CHUNK):
         chunk = records[start : start + _CHUNK]
@@ -81,18 +87,20 @@ def render_prompts(
             uid = content_hash(record.problem, *own)
             if unique and uid in seen:
                 repeated.append(record.where)
+                if Duplicate((seen[uid], record)).disagree():
+                    conflicts.append((seen[uid].where, record.where))
             elif len(ids) > max_prompt_tokens:
                 overlong.append(record.where)
                 shortest = min(shortest or len(ids), len(ids))
             else:
-                seen.add(uid)
+                seen[uid] = record
                 prompts.append(Prompt(uid, as_ids(ids), record.answers, record.problem, record.source, record.info))
     if records and not prompts:
         raise DataError(
             f"{records[0].source}: none of {len(records)} prompts has at most {max_prompt_tokens} tokens, "
             f"the shortest has {shortest}; raise max_prompt_tokens"
         )
-    return prompts, Dropped(tuple(overlong), tuple(repeated))
+    return prompts, Dropped(tuple(overlong), tuple(repeated), tuple(conflicts))
 
 
 def render_benchmark(
