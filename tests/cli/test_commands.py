@@ -105,6 +105,16 @@ def test_mistakes_end_in_one_message_and_exit_code_2(args: list[str], message: s
     assert list(tmp_path.iterdir()) == [], "nothing is written before the mistake is found"
 
 
+@pytest.mark.parametrize(("words", "iterations"), [(["demo"], 20), ([], 500), (["--run-dir", "demo"], 500)])
+def test_help_behind_a_preset_shows_its_values(
+    words: list[str], iterations: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (load_config("demo").run.iterations, load_config("").run.iterations) == (20, 500)
+    with pytest.raises(SystemExit):
+        run(["train", *words, "--help"])
+    assert f"  --iterations {iterations}\n" in capsys.readouterr().out
+
+
 def test_choices_of_a_flag_and_of_a_key_are_listed() -> None:
     assert "One of: iterations, updates, tokens, seconds." in attnrl("compare", "--help").stdout
     assert "One of: markdown, latex." in attnrl("compare", "--help").stdout

@@ -14,13 +14,14 @@ import textwrap
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from attnrl.config import Section, fields, keys, load_config, put
+from attnrl.config import Section, fields, keys, load_config, presets, put
 from attnrl.errors import ConfigError, near
 
 Flags = TypeVar("Flags", bound=Section)
@@ -39,10 +40,11 @@ def read_flags(
 
     `short` names keys of the config by shorter names; None: the command takes no keys of the config. `words` is the
     field that takes the words between flags. The keys of the section `flat` of `kind` need no prefix. `--help` prints
-    what the command is about, then its flags, and ends.
+    what the command is about, then its flags, those of the config as the preset that stands first has them, and ends.
     """
     if wants_help(argv):
-        show(f"{about.rstrip()}\n\n{describe_flags(kind, short, words, flat)}")
+        preset = argv[0] if words == "preset" and argv[0] in presets() else ""
+        show(f"{about.rstrip()}\n\n{describe_flags(kind, short, words, flat, preset)}")
         raise SystemExit(0)
     own: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
@@ -169,9 +171,11 @@ def _explain_own(error: ValidationError, kind: type[BaseModel], words: str) -> s
     return "\n  ".join(lines)
 
 
-def describe_flags(kind: type[BaseModel], short: Mapping[str, str] | None, words: str, flat: str = "") -> str:
-    """The flags of a command with their defaults and lines of documentation."""
-    entries = []
+def describe_flags(
+    kind: type[BaseModel], short: Mapping[str, str] | None, words: str, flat: str = "", preset: str = ""
+) -> str:
+    """The flags of a command with their defaults, those of the config in `preset`, and lines of documentation."""
+    entries, config = [], load_config(preset)
     for key, line in keys(kind).items():
         if key != words:
             name = key.removeprefix(f"{flat}.") if flat else key
@@ -179,19 +183,21 @@ def describe_flags(kind: type[BaseModel], short: Mapping[str, str] | None, words
             entries.append((f"--{name.replace('_', '-')}{_default(field)}", line + _choices(field)))
     for name, key in (short or {}).items():
         field, line = fields()[key], keys()[key]
-        entries.append((f"--{name.replace('_', '-')}{_default(field)}", f"{line} ({key}){_choices(field)}"))
+        value = _default(field, reduce(getattr, key.split("."), config))
+        entries.append((f"--{name.replace('_', '-')}{value}", f"{line} ({key}){_choices(field)}"))
     if short is not None:
         other = "another key of the config that the command takes: `attnrl config --help` lists them"
         entries.append(("--section.key VALUE", other))
     return "Flags:\n\n" + in_columns(entries) if entries else ""
 
 
-def _default(field: FieldInfo) -> str:
+def _default(field: FieldInfo, value: Any = ...) -> str:
+    """What stands behind a flag: its value, by default the field's own default."""
     if field.annotation is bool:
         return ""
     if field.is_required():
         return " VALUE"
-    value = field.get_default(call_default_factory=True)
+    value = field.get_default(call_default_factory=True) if value is ... else value
     shown = "none" if value is None else ",".join(map(str, value)) if isinstance(value, tuple) else value
     return f" {shown}" if str(shown) else ' ""'
 
