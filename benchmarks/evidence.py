@@ -162,6 +162,8 @@ def train_cell(cell: Cell, overrides: dict[str, Any], run_dir: Path) -> None:
     from attnrl.cli import run
 
     code = run(["train", cell.preset, "--run-dir", str(run_dir), "--resume", *words(overrides)])
+    if code > 128:  # a signal: no further cell is begun
+        raise KeyboardInterrupt
     if code:
         raise SystemExit(code)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -82,3 +83,17 @@ def test_a_default_that_is_written_down_is_accepted(table):
         check_options(part, defaults)
         written += len(defaults)
     assert written
+
+
+def test_a_name_of_one_s_own_written_otherwise_is_said_as_it_is_written(tmp_path, monkeypatch):
+    (tmp_path / "parts_of_mine.py").write_text("def okay(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, said in (
+        ("parts_of_mine.py:okay", "names a file; write its module, parts_of_mine:okay"),
+        ("./deep/mine.py:okay", "write its module, deep.mine:okay"),
+        ("parts_of_mine.okay", "for your own write parts_of_mine:okay"),
+        ("parts_of_mine:oky", "parts_of_mine has no 'oky'; did you mean 'okay'?"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            find({"fci": max}, name)
+    assert find({}, "parts_of_mine:okay").__name__ == "okay"

@@ -72,12 +72,20 @@ def find(table: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., An
     """The function called `name`: ours, or the user's own by `package.module:function`."""
     if ":" not in name:
         if name not in table:
+            module, _, attribute = name.rpartition(".")
+            own = f"; for your own write {module}:{attribute}" if module else ""
             known = f"known: {listed(table)}, or your own as package.module:function"
-            raise ValueError(f"unknown name {name!r}{near(name, table)}; {known}")
+            raise ValueError(f"unknown name {name!r}{near(name, table)}{own}; {known}")
         return table[name]
     module, _, attribute = name.partition(":")
+    if module.endswith(".py"):
+        dotted = module.removesuffix(".py").removeprefix("./").strip("/").replace("/", ".")
+        raise ValueError(f"{name!r} names a file; write its module, {dotted}:{attribute}")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        imported = importlib.import_module(module)
+        if not hasattr(imported, attribute):
+            raise AttributeError(f"{module} has no {attribute!r}{near(attribute, vars(imported))}")
+        found = getattr(imported, attribute)
     except (Exception, SystemExit) as error:  # a module of the user's own may fail, or end, in any way
         plain = isinstance(error, ImportError | AttributeError | ValueError | TypeError)
         raise ValueError(f"cannot import {name!r}: {error if plain else f'{type(error).__name__}: {error}'}") from error
