@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attnrl.backend import check_ids, check_requests, score_by
-from attnrl.errors import ConfigError, DataError
-from attnrl.types import Request, ScoreRequest, Scores, Scoring, Step, as_floats, as_ids
+from attnrl.backend import begin_by, check_ids, check_requests, generate_by, metrics_by, score_by, update_by
+from attnrl.errors import ConfigError, DataError, TrainingError
+from attnrl.types import Request, Sampling, ScoreRequest, Scores, Scoring, Step, as_floats, as_ids
 from fakes import FakeBackend
 
 VOCABULARY = 7
@@ -66,3 +66,56 @@ def test_fci_that_was_not_asked_for_is_kept_where_it_has_a_number_for_each_step(
     request = ScoreRequest(as_ids([1]), as_ids([2, 3, 4]), (Step(0, 2), Step(2, 3)))
     (scores,) = score_by(Scorer(), [request], Scoring(fci=False))
     assert np.array_equal(scores.fci, kept, equal_nan=True)
+
+
+class Lost(FakeBackend):
+    """An engine whose server has gone, whatever it is asked."""
+
+    def generate(self, *args: object) -> list:  # type: ignore[override]
+        raise ConnectionError("engine lost")
+
+    def begin(self, requests: object, sampling: object) -> object:
+        return (lambda: self.generate()) if sampling == Sampling(0.5) else self.generate()
+
+    score = update = metrics = generate  # type: ignore[assignment]
+
+
+def test_what_an_engine_raises_is_noted_to_be_its_own() -> None:
+    engine, requests = Lost(), [Request(as_ids([1]), 1, 0)]
+    for ask in (
+        lambda: generate_by(engine, requests, Sampling()),
+        lambda: begin_by(engine, requests, Sampling()),
+        lambda: begin_by(engine, requests, Sampling(0.5))(),
+        lambda: score_by(engine, [], Scoring()),
+        lambda: update_by(engine, []),
+        lambda: metrics_by(engine),
+    ):
+        with pytest.raises(ConnectionError, match="engine lost") as raised:
+            ask()
+        assert raised.value.__notes__ == ["engine.name: raised by the engine Lost"]
+
+
+def test_an_engine_that_ends_the_process_or_says_what_to_do() -> None:
+    class Leaves(FakeBackend):
+        def generate(self, *args: object) -> list:  # type: ignore[override]
+            raise SystemExit(3)
+
+    class Says(FakeBackend):
+        def generate(self, *args: object) -> list:  # type: ignore[override]
+            raise ConfigError("lower rows")
+
+    requests = [Request(as_ids([1]), 1, 0)]
+    with pytest.raises(TrainingError, match=r"^engine.name: the engine Leaves called sys.exit\(3\); let it raise$"):
+        generate_by(Leaves(), requests, Sampling())
+    with pytest.raises(ConfigError, match="lower rows") as raised:
+        generate_by(Says(), requests, Sampling())
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_what_is_begun_is_held_to_the_promise_under_its_own_verb() -> None:
+    class Short(FakeBackend):
+        def begin(self, requests: object, sampling: object) -> object:
+            return list
+
+    with pytest.raises(TrainingError, match=r"^begin of the engine Short must return a list of 1, one a request: 0$"):
+        begin_by(Short(), [Request(as_ids([1]), 1, 0)], Sampling())()
