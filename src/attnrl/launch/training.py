@@ -118,11 +118,7 @@ def train(
         open_engine(ready.engine, config, ready.model, tokenizer, run_dir=run_dir) as backend,
     ):
         run.begin(values, declared_by(ready.bound["rule"]))
-        kept, recorded = -1 if state is None else state.iteration, last_recorded(run_dir)
-        if recorded >= 0:
-            say(f"{run_dir} goes on {'from the start: no checkpoint yet' if kept < 0 else f'after iteration {kept}'}")
-        trackers = open_trackers(config.run.trackers, run_dir, values, kept=kept, recorded=recorded)
-        watching = [console_line(config), *trackers, *observers]
+        watching = [console_line(config), *trackers_where_it_goes_on(config, run_dir, state, say), *observers]
         segment, decode = segmenting(ready.bound, tokenizer), decoder(tokenizer)
         give_up = partial(rewards.close, wait=False)
         parts = build_parts(
@@ -140,6 +136,14 @@ def train(
         )
     say(f"run directory: {run_dir}")
     return Trained(run_dir, state)
+
+
+def trackers_where_it_goes_on(config: Config, run_dir: Path, state: State | None, say: Say) -> list[Observer]:
+    """The run's trackers, opened after what is kept of it; says so of a run that goes on."""
+    kept, recorded = -1 if state is None else state.iteration, last_recorded(run_dir)
+    if recorded >= 0:
+        say(f"{run_dir} goes on {'from the start: no checkpoint yet' if kept < 0 else f'after iteration {kept}'}")
+    return open_trackers(config.run.trackers, run_dir, config.model_dump(mode="json"), kept=kept, recorded=recorded)
 
 
 def resolve(
