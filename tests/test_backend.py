@@ -7,7 +7,7 @@ import pytest
 
 from attnrl.backend import begin_by, check_ids, check_requests, generate_by, metrics_by, score_by, update_by
 from attnrl.errors import ConfigError, DataError, TrainingError
-from attnrl.types import Request, Sampling, ScoreRequest, Scores, Scoring, Step, as_floats, as_ids
+from attnrl.types import Request, Rollout, Sampling, ScoreRequest, Scores, Scoring, Step, as_floats, as_ids
 from fakes import FakeBackend
 
 VOCABULARY = 7
@@ -119,3 +119,21 @@ def test_what_is_begun_is_held_to_the_promise_under_its_own_verb() -> None:
 
     with pytest.raises(TrainingError, match=r"^begin of the engine Short must return a list of 1, one a request: 0$"):
         begin_by(Short(), [Request(as_ids([1]), 1, 0)], Sampling())()
+
+
+def test_what_an_engine_answers_is_for_reading() -> None:
+    class Keeps(FakeBackend):
+        def generate(self, requests: object, sampling: object) -> list[Rollout]:  # type: ignore[override]
+            self.kept = Rollout(np.array([1, 2], np.int32), np.zeros(2, np.float32), "stop", 0)
+            return [self.kept]
+
+        def score(self, requests: object, scoring: object) -> list[Scores]:  # type: ignore[override]
+            return [Scores(np.zeros(1, np.float32), np.zeros(1, np.float32), np.zeros(1, np.float32))]
+
+    engine = Keeps()
+    (rollout,) = generate_by(engine, [Request(as_ids([1]), 2, 0)], Sampling())
+    (scores,) = score_by(engine, [ScoreRequest(as_ids([1]), as_ids([2]), (Step(0, 1),))], Scoring())
+    for array in (rollout.ids, rollout.logprobs, scores.logprobs, scores.entropy, scores.fci):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 3
+    engine.kept.ids[0] = 5  # an engine may use its buffers again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +20,7 @@ from attnrl.types import (
     Scores,
     Scoring,
     as_floats,
+    as_ids,
     as_metrics,
 )
 
@@ -154,7 +156,7 @@ def _drawn(
             raise TrainingError(
                 f"the engine {_name(backend)} returned a rollout ({number} of {len(rollouts)}) with {wrong}"
             )
-    return rollouts
+    return [replace(r, ids=as_ids(r.ids), logprobs=as_floats(r.logprobs)) for r in rollouts]
 
 
 def score_by(backend: Backend, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:

@@ -20,17 +20,27 @@ Finish = Literal["stop", "length"]
 
 
 def as_ids(ids: Sequence[int] | NDArray[Any]) -> Ids:
-    """The token ids as an int32 array.
+    """The token ids as an int32 array that nobody can write to: parts and engines share it.
 
     >>> as_ids([1, 2]).dtype
     dtype('int32')
+    >>> as_ids([1, 2])[0] = 3
+    Traceback (most recent call last):
+    ValueError: assignment destination is read-only
     """
-    return np.asarray(ids, dtype=np.int32)
+    return _shared(np.asarray(ids, dtype=np.int32))
 
 
 def as_floats(values: Sequence[float] | NDArray[Any]) -> Floats:
-    """The values as a float32 array."""
-    return np.asarray(values, dtype=np.float32)
+    """The values as a float32 array that nobody can write to."""
+    return _shared(np.asarray(values, dtype=np.float32))
+
+
+def _shared(array: NDArray[Any]) -> NDArray[Any]:
+    """A view that cannot be written to; the array itself stays as it is for its owner."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def as_metrics(values: Any) -> dict[str, float]:

@@ -81,6 +81,21 @@ def batch(count: int = 9, seed: int = 0, prompts: int = 3) -> list[Sample]:
     return samples
 
 
+def level(samples: list[Sample], value: float | None = None) -> list[Sample]:
+    """The samples with one advantage for all of their tokens: that of the first, or a value."""
+    values = [s.advantages[0] if value is None else value for s in samples]
+    return [
+        dataclasses.replace(s, advantages=as_floats([v] * len(s.response)))
+        for s, v in zip(samples, values, strict=True)
+    ]
+
+
+def spoiled(samples: list[Sample]) -> list[Sample]:
+    """The samples with no number for one token's advantage."""
+    first, *others = samples
+    return [dataclasses.replace(first, advantages=as_floats([np.nan, *first.advantages[1:]])), *others]
+
+
 def naive_gradients(model: Any, reference: Any, samples: list[Sample], o: UpdateConfig, temperature: float) -> Any:
     """Loss and gradients from the model's own forward, sample by sample and token by token, no packing."""
     model.zero_grad()
@@ -122,8 +137,7 @@ def test_loss_and_gradients_equal_a_naive_loop(kind: str, options: UpdateConfig)
     """Advantages differ from token to token as in AttnRL; GRPO is the same loss with one value per sample."""
     model, reference = tiny(kind), tiny(kind, seed=1)
     samples = batch()
-    for s in samples[:3]:
-        s.advantages[:] = s.advantages[0]  # GRPO rows among them
+    samples[:3] = level(samples[:3])  # GRPO rows among them
     expected_loss, expected = naive_gradients(model, reference, samples, options, temperature=0.7)
     learner = Learner(model, reference, options=options, temperature=0.7)
     metrics = learner.accumulate(samples, [list(range(9))])
@@ -245,8 +259,7 @@ def test_non_finite_updates_are_skipped_counted_and_end_training() -> None:
     model = tiny()
     options = section(max_bad_updates=2)
     learner = Learner(model, options=options)
-    good, bad = batch(3), batch(3)
-    bad[0].advantages[0] = np.nan
+    good, bad = batch(3), spoiled(batch(3))
     before = {k: v.clone() for k, v in model.state_dict().items()}
     assert learner.update(bad, version=0)["policy/skipped_updates"] == 1
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
@@ -416,8 +429,7 @@ def token_terms(model: Any, samples: list[Sample]) -> list[tuple[float, float, f
 def test_metrics_equal_a_loop_over_tokens() -> None:
     """One update over everything; the second half of the batch has advantage 0, which carries loss and counts."""
     samples = batch()
-    for s in samples[5:]:
-        s.advantages[:] = 0.0
+    samples[5:] = level(samples[5:], 0.0)
     terms = token_terms(tiny(), samples)
     n = len(terms)
     ratios = [np.exp(log) for log, _, _ in terms]
@@ -554,8 +566,7 @@ def test_an_offloaded_optimizer_learns_the_same_to_the_bit(dtype: torch.dtype) -
 
 
 def test_a_resumed_learner_keeps_its_count_of_bad_updates() -> None:
-    bad = batch(3)
-    bad[0].advantages[0] = np.nan
+    bad = spoiled(batch(3))
     first = Learner(tiny(), options=section(max_bad_updates=2))
     first.update(bad, version=0)
     resumed = Learner(tiny(), options=section(max_bad_updates=2))

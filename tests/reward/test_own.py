@@ -170,6 +170,15 @@ def never_works(attempts):
     raise KeyError("service")
 
 
+def yielding(attempts):
+    yield from (1.0 for _ in attempts)
+
+
+class Scorer:
+    def __init__(self, attempts):
+        pass
+
+
 def two(attempts, level):
     return [1.0 for _ in attempts]
 
@@ -414,6 +423,8 @@ def test_a_file_that_imports_here_but_not_in_a_worker_is_an_error_of_ours(own_fi
         ("broken_import", {}, "is not a function but int"),
         ("level", {"bonuss": 1}, "no option 'bonuss'; did you mean 'bonus'"),
         ("judge", {"waits": 1}, "no option 'waits'; did you mean 'wait'"),
+        ("yielding", {}, "must return its values; it yields them"),
+        ("Scorer", {}, "must be a function, and Scorer is a class"),
         ("two", {}, r"must be callable as \(attempts\), .*'level'"),
         ("typed", {"share": "half"}, "option share = 'half': input should be a valid number"),
         ("never_works", {}, "KeyError: 'service'"),

@@ -31,7 +31,7 @@ def full_logits(model: torch.nn.Module, row: ScoreRequest, temperature: float) -
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(row.prompt) - 1 : -1].double() / temperature
     log_p = logits.log_softmax(-1)
-    taken = log_p.gather(-1, torch.from_numpy(row.response).long()[:, None])[:, 0]
+    taken = log_p.gather(-1, torch.tensor(row.response.tolist())[:, None])[:, 0]
     return taken.numpy(), -(log_p.exp() * log_p).sum(-1).numpy()
 
 

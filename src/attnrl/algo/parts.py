@@ -96,12 +96,18 @@ def find(table: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., An
 
 
 def check_call(part: Callable[..., Any], *names: str) -> None:
-    """Raise ValueError where a part, its options bound, cannot be called with these positional values.
+    """Raise ValueError where a part, its options bound, cannot be called with these positional values, or would not
+    return what it computes.
 
     >>> check_call(lambda forest: [], "forest", "rng")
     Traceback (most recent call last):
     ValueError: must be callable as (forest, rng), options being keyword-only: too many positional arguments
     """
+    function = getattr(part, "func", part)
+    if inspect.isclass(function):
+        raise ValueError(f"must be a function, and {function.__name__} is a class")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError("must return its values; it yields them, one at a time")
     try:
         inspect.signature(part).bind(*names)
     except TypeError as error:

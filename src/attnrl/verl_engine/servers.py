@@ -19,6 +19,8 @@ from attnrl.errors import TrainingError
 from attnrl.types import Ids, Request, Rollout, Sampling, as_floats, as_ids
 from attnrl.verl_engine.arrival import SEED, TOKENS
 
+LOOK_S = 5.0  # between two looks at the servers while weights are on their way
+
 
 class Servers:
     """Servers on the ranks' GPUs, or, `apart`, on GPUs of their own.
@@ -50,9 +52,22 @@ class Servers:
         """Wake, and take the weights of the ranks. What was begun must have been waited for: verl would abort it."""
         if self.begun:
             raise TrainingError("weights would change under rollouts that were begun: wait for them first")
-        self.weights.update_weights(global_steps=version)
+        if self.apart:
+            self.weights.update_weights(global_steps=version)
+        else:
+            self._send(version)
         self.held = version
         self.syncs += 1
+
+    def _send(self, version: int) -> None:
+        """What verl does within a GPU; it would wait for ever for ranks that send to a server that is gone."""
+        left = self.weights.actor_wg.update_weights(global_steps=version, mode="naive")
+        while left:
+            done, left = ray.wait(left, num_returns=len(left), timeout=LOOK_S)
+            ray.get(done)
+            if left:
+                asked = [server.get_server_address.remote() for server in self.handles]
+                ray.get(ray.wait(asked, num_returns=len(asked), timeout=LOOK_S)[0])
 
     def begin(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Rollout]]:
         """A rollout of each request, to be waited for."""
