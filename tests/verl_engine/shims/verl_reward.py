@@ -15,7 +15,7 @@ def many(attempts):
     run: "3 RUN_DIR"; a file of the same name with ".held" says that it does.
     """
     hold = Path(os.environ.get("ATTNRL_HOLD", "/nowhere"))
-    while hold.exists():
+    while attempts and hold.exists():
         wanted, run = hold.read_text().split()
         recorded = Path(run, "metrics.jsonl")
         if not recorded.exists() or recorded.read_text().count("\n") < int(wanted):
