@@ -129,13 +129,14 @@ def test_baselines_train_at_one_rank(home, preset, ranks):
 def test_killed_driver_rank_and_server_then_resumed_equals_uninterrupted(home, whole):
     """kill -9 of each in turn: what is left ends by itself, with the cause in the last line, and nothing stays."""
     preset, run = home / "attnrl_1p5b_2.toml", home / "killed"
-    driver, processes, mapped = run_until(run, 2, preset)
+    driver, processes, mapped = run_until(run, 1, preset)
     assert mapped
     assert len(titled(processes, "vLLMHttpServer")) == 2
     driver.kill()
     driver.communicate()
     assert nothing_left(processes, mapped)
-    for iterations, title in ((3, "vLLMHttpServer"), (4, "ray::Worker")):  # the last iteration needs no server any more
+    kills = ((2, "VLLM::EngineCore"), (3, "vLLMHttpServer"), (4, "ray::Worker"))  # the last iteration needs no server
+    for iterations, title in kills:
         driver, processes, mapped = run_until(run, iterations, preset, "--resume")
         os.kill(titled(processes, title)[0], signal.SIGKILL)
         run.with_suffix(".hold").unlink()

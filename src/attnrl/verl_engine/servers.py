@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from typing import Any
 from uuid import uuid4
@@ -52,22 +52,25 @@ class Servers:
         """Wake, and take the weights of the ranks. What was begun must have been waited for: verl would abort it."""
         if self.begun:
             raise TrainingError("weights would change under rollouts that were begun: wait for them first")
-        if self.apart:
-            self.weights.update_weights(global_steps=version)
-        else:
-            self._send(version)
+        sending = asyncio.run_coroutine_threadsafe(self._send(version), self.loop)
+        try:
+            while not wait([sending], LOOK_S).done:
+                self._look()
+        finally:
+            if not sending.done():  # the other thread waits for these
+                for actor in (*self.weights.actor_wg.workers, *self.handles):
+                    ray.kill(actor)
+        sending.result()
         self.held = version
         self.syncs += 1
 
-    def _send(self, version: int) -> None:
-        """What verl does within a GPU; it would wait for ever for ranks that send to a server that is gone."""
-        left = self.weights.actor_wg.update_weights(global_steps=version, mode="naive")
-        while left:
-            done, left = ray.wait(left, num_returns=len(left), timeout=LOOK_S)
-            ray.get(done)
-            if left:
-                asked = [server.get_server_address.remote() for server in self.handles]
-                ray.get(ray.wait(asked, num_returns=len(asked), timeout=LOOK_S)[0])
+    async def _send(self, version: int) -> None:
+        await self.weights.update_weights(global_steps=version)
+
+    def _look(self) -> None:
+        """Raise where a server, or its engine, is gone: ranks that send it weights wait for its answer for ever."""
+        asked = [server.collective_rpc.remote("check_health") for server in self.handles]
+        ray.get(ray.wait(asked, num_returns=len(asked), timeout=LOOK_S)[0])
 
     def begin(self, requests: Sequence[Request], sampling: Sampling) -> Future[list[Rollout]]:
         """A rollout of each request, to be waited for."""
