@@ -1,6 +1,6 @@
 """End processes of a cluster run at random moments: does it always end by itself, with its cause, and leave nothing?
 
-    .venv-verl/bin/python benchmarks/cluster_kills.py [--trials 8] [--seed 0] [--apart] [--output cluster_kills.json]
+    .venv-verl/bin/python benchmarks/cluster_kills.py [--trials 6] [--seed 0] [--apart] [--output cluster_kills.json]
 
 A run of the tiny model of tests/verl_engine on a CPU (`make test-verl` makes the environment). Trial by trial a rank, a
 server, its vLLM engine and that engine's worker are killed with -9, and the driver gets SIGTERM or SIGINT, up to eight
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from psutil import STATUS_ZOMBIE, NoSuchProcess, Process
+from psutil import Process
 
 from attnrl.verl_engine.session import GRACE_S, family
 
@@ -33,17 +33,6 @@ TOLD = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}  # the driver
 LIMIT_S = 150.0  # after it a run is called hanging
 
 
-def titled(processes: set[Process], title: str) -> list[Process]:
-    return sorted((p for p in processes if title in " ".join(p.cmdline())), key=lambda p: p.pid)
-
-
-def living(process: Process) -> bool:
-    try:
-        return process.is_running() and process.status() != STATUS_ZOMBIE
-    except NoSuchProcess:
-        return False
-
-
 def trial(preset: Path, run: Path, what: str, flags: list[str], rng: random.Random) -> dict[str, Any]:
     """How a run ended after one of its processes was: exit code, seconds, last line, and what is left of it."""
     command = [sys.executable, "-m", "attnrl", "train", str(preset), "--run-dir", str(run), *flags]
@@ -53,9 +42,15 @@ def trial(preset: Path, run: Path, what: str, flags: list[str], rng: random.Rand
         )
         while driver.poll() is None and not (run / "metrics.jsonl").exists():
             time.sleep(0.2)
+        if driver.returncode is not None:
+            raise SystemExit(
+                f"the run ended before its first iteration; its log:\n{Path(log.name).read_text()[-3000:]}"
+            )
         time.sleep(rng.uniform(0, 8))
         every = family([Process(driver.pid)])
-        target = driver.pid if what in TOLD else rng.choice(titled(every, what)).pid
+        target = (
+            driver.pid if what in TOLD else rng.choice(sorted(p.pid for p in every if what in " ".join(p.cmdline())))
+        )
         doing = " ".join(Process(target).cmdline()).strip()[:60] if what in KILLED else ""
         os.kill(target, TOLD.get(what, signal.SIGKILL))
         began = time.monotonic()
@@ -69,13 +64,13 @@ def trial(preset: Path, run: Path, what: str, flags: list[str], rng: random.Rand
         time.sleep(GRACE_S)
         log.seek(0)
         said = log.read().strip().splitlines()[-1][:200]
-    left = sum(map(living, every))
+    left = len(family(every))
     return {"ended": what, "title": doing, "code": code, "seconds": seconds, "left": left, "last_line": said}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=8)
+    parser.add_argument("--trials", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--apart", action="store_true", help="a server on a GPU of its own, the schedule overlapped")
     parser.add_argument("--output", type=Path)

@@ -270,3 +270,31 @@ def test_what_an_engine_says_in_other_types_is_the_same() -> None:
             np.testing.assert_array_equal(ours_.trunk.scores.entropy, theirs_.trunk.scores.entropy, strict=True)
             assert np.isnan(theirs_.trunk.scores.fci).tolist() == [True] * len(theirs_.trunk.steps)
             assert [x.point for x in ours_.branches] == [x.point for x in theirs_.branches]
+
+
+def writes(pick: Callable[..., np.ndarray]) -> Callable[..., Any]:
+    def part(*shown: Any) -> Any:
+        pick(*shown)[:1] = 0
+
+    return part
+
+
+@pytest.mark.parametrize(
+    ("kind", "pick"),
+    [
+        ("rule", lambda prompt, trunk, rng: prompt.ids),
+        ("rule", lambda prompt, trunk, rng: trunk.rollout.ids),
+        ("rule", lambda prompt, trunk, rng: trunk.scores.fci),
+        ("filter", lambda groups, memory: groups[0].trunks[0].rollout.logprobs),
+        ("estimator", lambda forest, rng: forest.trees[0].trunk.rollout.ids),
+        ("estimator", lambda forest, rng: next(b for t in forest.trees for b in t.branches).rollout.ids),
+        ("credit", lambda samples, scores: samples[-1].response),
+        ("credit", lambda samples, scores: samples[-1].advantages),
+        ("credit", lambda samples, scores: scores[0].entropy),
+    ],
+)
+def test_a_part_that_writes_into_what_it_is_shown_is_named(kind: str, pick: Any) -> None:
+    parts = replace(make_parts(), **{kind: writes(pick)})
+    with pytest.raises(ValueError, match="read-only") as raised:
+        one_step_off_policy(first_state(parts, 0), parts)
+    assert raised.value.__notes__ == [f"algo.{kind}: raised by the {kind} part"]

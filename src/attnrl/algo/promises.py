@@ -21,7 +21,7 @@ from attnrl.algo.branching import Rule
 from attnrl.algo.credit import Credit
 from attnrl.algo.steps import Segmenter
 from attnrl.errors import Asked, TrainingError
-from attnrl.types import Floats, Forest, Group, Kept, Prompt, Sample, Scores, Step, Trunk, as_floats
+from attnrl.types import Floats, Forest, Group, Kept, Prompt, Sample, Scores, Step, Trunk, as_floats, as_ids
 
 
 def broken(kind: str, part: Callable[..., Any], said: str, section: str = "algo") -> TrainingError:
@@ -110,7 +110,10 @@ def samples_by(estimator: Estimator, forest: Forest, rng: np.random.Generator) -
         if sample.mask is not None and np.shape(sample.mask) != shape:
             masks = f"a mask of {np.shape(sample.mask)} for a response of {shape[0]} tokens"
             raise broken("estimator", estimator, f"returned a sample ({number} of {len(samples)}) with {masks}")
-    return list(samples)
+    return [
+        replace(s, response=as_ids(s.response), advantages=as_floats(s.advantages), logprobs=as_floats(s.logprobs))
+        for s in samples
+    ]
 
 
 def weights_by(credit: Credit, samples: Sequence[Sample], scores: Sequence[Scores]) -> list[Floats]:
