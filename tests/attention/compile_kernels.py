@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from attnrl.attention import paged_triton
-from attnrl.local import draw_triton, fused_triton, learn_triton
+from attnrl.local import draw_triton, fused_triton, learn_triton, products_triton
 
 BF16, INT32, INT64, FLOAT = "*bf16", "*i32", "*i64", "*fp32"
 POOL = {"Q": BF16, "KEYS": BF16, "VALUES": BF16, "TABLE": INT32, "LENGTHS": INT64, "ITEMS": INT32, "OUT": BF16}
@@ -53,15 +53,19 @@ DRAW |= {"COLUMN": INT64, "TOKENS": INT64, "LENGTHS": INT64, "IDS": INT64}
 LEARN = dict.fromkeys(("X", "WEIGHT", "G_NORMED", "G_SUM", "DX", "OUT", "COS", "SIN", "GATE", "UP", "G", "DGATE"), BF16)
 LEARN |= {"DUP": BF16, "LOGITS": BF16, "TARGETS": INT64, "DWEIGHT": FLOAT, "LOGPROBS": FLOAT, "ENTROPY": FLOAT}
 LEARN |= {"G_LOGPROB": FLOAT, "G_ENTROPY": FLOAT, "eps": "fp32", "inverse": "fp32"}
+PRODUCT = {"GATED": False, "BT": 64, "BN": 64, "BK": 128, "EVEN": True}
 TURN = {"H": 12, "D": 128, "BH": 16, "BHALF": 64}
 # name, kernel, types, constants, warps, stages
 KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
     ("decode", paged_triton._decode, POOL, HEADS | {"BM": 16, "BN": 64, "DIRECT": False}, 4, 3),
     ("shared", paged_triton._decode, POOL, HEADS | {"BM": 32, "BN": 64, "DIRECT": False}, 4, 3),
     ("direct", paged_triton._decode, POOL, HEADS | {"BM": 16, "BN": 64, "DIRECT": True}, 4, 3),
-    ("join", paged_triton._join, POOL, HEADS | {"BS": 64}, 4, 3),
+    ("join", paged_triton._join, POOL, HEADS | {"BS": 8}, 1, 3),
     ("paths", paged_triton._paths, POOL, HEADS | {"BM": 64, "BN": 64}, 4, 3),
-    ("add_norm", fused_triton._add_norm, LAYER, {"BW": 2048, "ADD": True}, 4, 3),
+    ("add_norm", fused_triton._add_norm, LAYER, {"BW": 2048, "PARTS": 1}, 4, 3),
+    ("add_norm 4", fused_triton._add_norm, LAYER | {"Y": FLOAT}, {"BW": 2048, "PARTS": 4}, 4, 3),
+    ("gated", products_triton._product, LAYER, PRODUCT | {"S": 1, "GATED": True, "BK": 64}, 4, 4),
+    ("summed_apart", products_triton._product, LAYER | {"OUT": FLOAT}, PRODUCT | {"S": 4, "BT": 16}, 4, 3),
     ("rotate_store", fused_triton._rotate_store, LAYER, HEADS | {"BH": 16, "BK": 2, "BHALF": 64, "NORM": True}, 4, 3),
     ("norm_back", learn_triton._norm_back, LEARN, {"BW": 2048, "ROWS": 32, "ADD": True}, 4, 3),
     ("rotate", learn_triton._rotate, LEARN, TURN | {"BACK": False}, 4, 3),

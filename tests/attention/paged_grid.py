@@ -17,6 +17,8 @@ from attnrl.attention import paged_triton
 from attnrl.attention.pages import PAGE, common_pages, cut, groups_of, pages_for
 from attnrl.local.draw import draw
 from attnrl.local.draw_triton import draw_into
+from attnrl.local.fused_triton import add_norm
+from attnrl.local.products_triton import fits, gated, summed_apart
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Sampling, as_ids
 
@@ -145,6 +147,27 @@ def draw_case(vocabulary: int, temperature: float, top_p: float = 1.0, dtype: An
     }
 
 
+def product_case(tokens: int, width: int, inner: int) -> dict[str, Any]:
+    """A gated feed-forward part of few tokens, its sum with the residual and the norm, against float64."""
+    torch.manual_seed(3)
+    x, residual = torch.randn(2, tokens, width + 8, device=DEVICE).half()[..., :width]  # rows lie apart
+    gate, up = (torch.randn(2, inner, width, device=DEVICE) / width**0.5).half()
+    down, weight = (torch.randn(width, inner, device=DEVICE) / inner**0.5).half(), torch.rand(width, device=DEVICE)
+    hidden = gated(x, torch.cat([gate, up]))
+    parts = summed_apart(hidden, down)
+    total, normed = add_norm(residual.contiguous(), parts, weight.half(), 1e-6)
+    wide = torch.nn.functional.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
+    expected = residual.double() + hidden.double() @ down.double().T
+    scaled = expected / (expected.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    pairs = ((hidden, wide), (parts.sum(0), hidden.double() @ down.double().T), (total, expected), (normed, scaled))
+    return {
+        "kind": "product",
+        "error": max(float((ours.double() - theirs).abs().max()) for ours, theirs in pairs),
+        "parts": len(parts),
+        "fits": [fits(x), fits(x.float()), fits(x.new_zeros(65, width))],
+    }
+
+
 def sampler_case(kind: str) -> dict[str, Any]:
     """The whole sampler over pages with fused kernels, against the one over slots with transformers' own forward."""
     torch.manual_seed(0)
@@ -189,6 +212,9 @@ if __name__ == "__main__":
         draw_case(700, 0.6, 0.95, torch.bfloat16),
         sampler_case("qwen3"),
         sampler_case("mistral"),
+        product_case(3, 48, 200),  # neither width is whole turns
+        product_case(17, 256, 64),
+        product_case(64, 2048, 96),
     ]
     for case in cases:
         print(json.dumps(case))

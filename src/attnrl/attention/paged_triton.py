@@ -95,14 +95,23 @@ def _join(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     count = tl.load(SPLITS + row)
-    s = tl.arange(0, BS)
     e = tl.arange(0, BE)
-    part = (row * splits + s) * H + head
-    lse = tl.load(LSE + part, mask=s < count, other=-float("inf"))
-    top = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(top == -float("inf"), 0.0, top))
-    x = tl.load(PART + part[:, None] * E + e, mask=(s < count)[:, None] & (e < E), other=0.0)
-    out = tl.sum(x * weight[:, None], 0) / tl.maximum(tl.sum(weight, 0), 1e-30)
+    top = -float("inf")
+    total = 0.0
+    acc = tl.zeros([BE], tl.float32)
+    for at in range(0, count, BS):
+        s = at + tl.arange(0, BS)
+        part = (row * splits + s) * H + head
+        lse = tl.load(LSE + part, mask=s < count, other=-float("inf"))
+        x = tl.load(PART + part[:, None] * E + e, mask=(s < count)[:, None] & (e < E), other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weight = tl.exp2(lse - base)
+        keep = tl.exp2(top - base)
+        total = total * keep + tl.sum(weight, 0)
+        acc = acc * keep + tl.sum(x * weight[:, None], 0)
+        top = new_top
+    out = acc / tl.maximum(total, 1e-30)
     tl.store(OUT + row * out_pitch + head * E + e, out.to(OUT.dtype.element_ty), mask=e < E)
 
 
@@ -214,9 +223,8 @@ def decode(
             num_warps=tile[1], num_stages=tile[2],
         )  # fmt: skip
     if splits_R is not None:
-        most = max(64, triton.next_power_of_2(splits))
         _join[(rows, heads)](
-            part, lse, splits_R, out_RW, out_RW.stride(0), splits, heads, value_dim, wide_value, most, num_warps=4
+            part, lse, splits_R, out_RW, out_RW.stride(0), splits, heads, value_dim, wide_value, 8, num_warps=1
         )
     return out_RW
 

@@ -144,9 +144,10 @@ class FusedDecoder:
     """The decoder's forward from token ids to normed hidden states, over pages."""
 
     def __init__(self, model: Any, layers: list[_Layer]) -> None:
-        from attnrl.local import fused_triton
+        from attnrl.local import fused_triton, products_triton
 
         self.kernels: Any = fused_triton
+        self.products: Any = products_triton
         self.model = model
         self.base = model.model
         self.layers = layers
@@ -183,11 +184,27 @@ class FusedDecoder:
             q_THD = q_TX.unflatten(1, (layer.heads, layer.dim))
             seen_TX = plan.read(i, q_THD, *self.settings[i])
             norm = layer.module.post_attention_layernorm
-            x_TW, normed_TW = kernels.add_norm(x_TW, attention.o_proj(seen_TX), norm.weight, norm.variance_epsilon)
-            after = mlp.down_proj(kernels.gate(*layer.gate_up(normed_TW)))
+            seen = self._summed(attention.o_proj, seen_TX)
+            x_TW, normed_TW = kernels.add_norm(x_TW, seen, norm.weight, norm.variance_epsilon)
+            after = self._summed(mlp.down_proj, self._gated(layer.gate_up, normed_TW))
         norm = self.base.norm
         normed: Tensor = kernels.add_norm(x_TW, after, norm.weight, norm.variance_epsilon)[1]
         return normed
+
+    def _summed(self, module: Any, x_TK: Tensor) -> Tensor:
+        """What a linear module returns, [T, N], or parts of it, [S, T, N], for `add_norm` to add."""
+        if self.products.fits(x_TK) and type(module) is nn.Linear and module.bias is None:
+            parts: Tensor = self.products.summed_apart(x_TK, module.weight)
+            return parts
+        out: Tensor = module(x_TK)
+        return out
+
+    def _gated(self, gate_up: _Joined, x_TW: Tensor) -> Tensor:
+        """silu(gate) * up of the inputs, [T, F]."""
+        plain = gate_up.weight is not None and gate_up.bias is None
+        fused = self.products.fits(x_TW) and plain
+        out: Tensor = self.products.gated(x_TW, gate_up.weight) if fused else self.kernels.gate(*gate_up(x_TW))
+        return out
 
 
 def decoder_layers(base: Any, *, copy: bool = False) -> list[_Layer] | None:

@@ -18,15 +18,17 @@ from torch import Tensor
 from attnrl.attention.pages import PAGE
 
 
-@triton.jit
-def _add_norm(X, Y, WEIGHT, SUM, NORMED, eps, W, BW: tl.constexpr, ADD: tl.constexpr):
+@triton.jit(do_not_specialize=["pitch"])
+def _add_norm(X, Y, WEIGHT, SUM, NORMED, eps, W, pitch, BW: tl.constexpr, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * W
     w = tl.arange(0, BW)
     here = w < W
     x = tl.load(X + row + w, mask=here, other=0.0)
-    if ADD:
-        y = tl.load(Y + row + w, mask=here, other=0.0)
-        x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+    if PARTS:
+        y = tl.zeros([BW], tl.float32)
+        for part in tl.static_range(PARTS):
+            y += tl.load(Y + part * pitch + row + w, mask=here, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) + y.to(x.dtype).to(tl.float32)).to(x.dtype)
         tl.store(SUM + row + w, x, mask=here)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / W + eps)
@@ -35,14 +37,15 @@ def _add_norm(X, Y, WEIGHT, SUM, NORMED, eps, W, BW: tl.constexpr, ADD: tl.const
     tl.store(NORMED + row + w, normed.to(x.dtype), mask=here)
 
 
-def add_norm(x_TW: Tensor, y_TW: Tensor | None, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + y, its root-mean-square norm); without y, x itself and its norm."""
+def add_norm(x_TW: Tensor, y: Tensor | None, weight_W: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + y, its root-mean-square norm); without y, x itself and its norm. y is [T, W], or parts of it [S, T, W]."""
     tokens, width = x_TW.shape
     normed_TW = torch.empty_like(x_TW)
-    sum_TW = x_TW if y_TW is None else torch.empty_like(x_TW)
+    sum_TW = x_TW if y is None else torch.empty_like(x_TW)
+    parts = 0 if y is None else 1 if y.dim() == 2 else len(y)
     block = triton.next_power_of_2(width)
     _add_norm[(tokens,)](
-        x_TW, x_TW if y_TW is None else y_TW, weight_W, sum_TW, normed_TW, eps, width, block, y_TW is not None,
+        x_TW, x_TW if y is None else y, weight_W, sum_TW, normed_TW, eps, width, x_TW.numel(), block, parts,
         num_warps=min(8, max(1, block // 512)),
     )  # fmt: skip
     return sum_TW, normed_TW

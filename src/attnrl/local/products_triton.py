@@ -1,0 +1,85 @@
+"""Matrix products of few tokens with a layer's weights, about as fast as the weights can be read.
+
+Shapes: T tokens (at most `FEW`), K inputs and N outputs of a linear module, S parts of K that are summed apart.
+Such a product reads every weight once and computes next to nothing. An output of 1,536 columns makes too few tiles to
+keep every multiprocessor reading, so K is cut into parts, whose sums the next kernel adds in a fixed order.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# The kernels' parameters are Triton values, which have no Python types.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FEW = 64  # tokens up to which these kernels were measured to be the faster ones
+PROGRAMS = 128  # that keep the memory of a large GPU busy
+SHARED_BYTES = 220_000  # of a multiprocessor
+
+
+def fits(x_TK: Tensor) -> bool:
+    """Whether these kernels are for such an input: few tokens, half precision."""
+    return len(x_TK) <= FEW and x_TK.dtype in (torch.bfloat16, torch.float16)
+
+
+@triton.jit
+def _product(
+    X, WEIGHT, OUT, T, N, K, x_pitch, S: tl.constexpr, GATED: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    n, t, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BT), tl.arange(0, BK)
+    part = tl.program_id(1)
+    span = tl.cdiv(tl.cdiv(K, BK), S) * BK
+    sums = tl.zeros([BN, BT], tl.float32)
+    ups = tl.zeros([BN, BT], tl.float32)
+    rows = WEIGHT + n[:, None].to(tl.int64) * K + k[None, :]
+    tokens = X + t[None, :] * x_pitch + k[:, None]
+    for at in range(part * span, tl.minimum(part * span + span, K), BK):
+        here = (n < N)[:, None] if EVEN else (n < N)[:, None] & (at + k < K)[None, :]
+        live = (t < T)[None, :] if EVEN else (t < T)[None, :] & (at + k < K)[:, None]
+        x = tl.load(tokens + at, mask=live, other=0.0)
+        w = tl.load(rows + at, mask=here, other=0.0, eviction_policy="evict_first")
+        sums = tl.dot(w, x, sums, input_precision="ieee")
+        if GATED:
+            up = tl.load(rows + N.to(tl.int64) * K + at, mask=here, other=0.0, eviction_policy="evict_first")
+            ups = tl.dot(up, x, ups, input_precision="ieee")
+    if GATED:  # rounded where the modules round
+        dtype = OUT.dtype.element_ty
+        gate = sums.to(dtype).to(tl.float32)
+        sums = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * ups.to(dtype).to(tl.float32)
+    out = OUT + (part.to(tl.int64) * T + t[None, :]) * N + n[:, None]
+    tl.store(out, sums.to(OUT.dtype.element_ty), mask=(n < N)[:, None] & (t < T)[None, :])
+
+
+def _run(
+    x_TK: Tensor, weight_NK: Tensor, out: Tensor, parts: int, gated: bool, tile: tuple[int, int], room: int
+) -> Tensor:
+    """Fills `out` in tiles of (columns, inputs a turn); `room`: bytes of inputs and weights that a program holds."""
+    tokens, width = x_TK.shape
+    columns, turn = tile
+    block = max(16, triton.next_power_of_2(tokens))
+    stages = min(6, room // ((columns * (1 + gated) + block) * turn * x_TK.element_size()))
+    _product[(triton.cdiv(out.shape[-1], columns), parts)](
+        x_TK, weight_NK, out, tokens, out.shape[-1], width, x_TK.stride(0), parts, gated, block, columns, turn,
+        width % turn == 0, num_warps=4, num_stages=max(2, stages),
+    )  # fmt: skip
+    return out
+
+
+def gated(x_TK: Tensor, weight_MK: Tensor) -> Tensor:
+    """silu(x gate^T) * (x up^T), [T, N], for gate's N rows and then up's."""
+    out_TN = x_TK.new_empty(len(x_TK), len(weight_MK) // 2)
+    return _run(x_TK, weight_MK, out_TN, 1, True, (64, 64), SHARED_BYTES // 2)
+
+
+def summed_apart(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Parts [S, T, N] in float32 that add up to x weight^T."""
+    tiles = triton.cdiv(len(weight_NK), 64)
+    parts = 1
+    while parts * 2 * tiles <= PROGRAMS and parts < 8:
+        parts *= 2
+    out_STN = x_TK.new_empty(parts, len(x_TK), len(weight_NK), dtype=torch.float32)
+    return _run(x_TK, weight_NK, out_STN, parts, False, (64, 128), SHARED_BYTES)
