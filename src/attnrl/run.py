@@ -22,7 +22,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -35,12 +36,13 @@ from attnrl.algo.reasons import Reasons
 from attnrl.backend import Backend
 from attnrl.checkpoint import load_state, save_state, write_json, write_whole
 from attnrl.config import Config, may_change
-from attnrl.errors import ConfigError
+from attnrl.errors import ConfigError, TrainingError
 from attnrl.types import Forest, Ids, State
 from attnrl.version import __version__
 
 PACKAGES = ("torch", "transformers", "numpy", "math-verify", "triton", "vllm", "verl")
 ROWS_PER_GROUP = 120  # of a forest file: four prompts of 30 leaves
+LEAST_ROOM = 64_000_000  # bytes: with less left when a write fails, that is why it failed
 OURS = {"config.json", "environment.json", "checkpoints", "forests", "best", "lock"}
 OURS |= {f".{name}.tmp" for name in OURS} | {"tensorboard", "tracker_id", "wandb"}
 
@@ -129,11 +131,12 @@ class Run:
         unfinished = target.with_name(f".unfinished-{target.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        backend.save(unfinished)
-        save_state(unfinished, state)
-        if best is not None:
-            (unfinished / "best.json").write_text(json.dumps(best) + "\n")
-        _sync(unfinished)
+        with self._room_for(unfinished):
+            backend.save(unfinished)
+            save_state(unfinished, state)
+            if best is not None:
+                (unfinished / "best.json").write_text(json.dumps(best) + "\n")
+            _sync(unfinished)
         replaced = target.with_name(f".replaced-{target.name}")
         if target.exists():  # aside, not deleted: a kill between here and the end must not cost both
             shutil.rmtree(replaced, ignore_errors=True)
@@ -141,6 +144,23 @@ class Run:
         unfinished.rename(target)
         _sync(target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
+
+    @contextmanager
+    def _room_for(self, folder: Path) -> Iterator[None]:
+        """What fails inside on a full disk is said in our words: every library that writes there has its own."""
+        whole = False
+        try:
+            yield
+            whole = True
+        finally:
+            if not whole and shutil.disk_usage(self.path).free < LEAST_ROOM:
+                written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+                shutil.rmtree(folder)
+                last = self.checkpoints[-1].name if self.checkpoints else "the beginning: none is whole yet"
+                raise TrainingError(
+                    f"{self.path}: the disk is full, {written / 1e9:.1f} GB into a checkpoint. Make room for it (or "
+                    f"lower run.keep_checkpoints) and --resume; the run goes on from {last}"
+                )
 
     def resume(self, backend: Backend) -> State | None:
         """The state of the newest checkpoint, loaded into the backend; None where there is none yet.

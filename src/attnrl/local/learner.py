@@ -23,7 +23,7 @@ from attnrl.local.recompute import Recompute
 from attnrl.policy.logprobs import pack_attention
 from attnrl.policy.metrics import UpdateMetrics
 from attnrl.policy.objective import objective
-from attnrl.policy.packing import Pack, input_length, microbatches, pack
+from attnrl.policy.packing import Pack, microbatches, pack
 from attnrl.policy.passes import Passes, minibatches
 from attnrl.policy.rates import Counters, learning_rate
 from attnrl.types import Sample
@@ -31,6 +31,7 @@ from attnrl.types import Sample
 # What rounding explains: of log-probs the mean gap in nats, of gradients the relative one; in float32, and in half
 # precision, where a wrong mask on a trained model makes several times as much.
 ROUNDING, HALF_ROUNDING = {torch.float32: 1e-3}, 0.1
+LOOK = 512  # tokens of a prompt and of a response over which gradients are compared: no layer runs again there
 Progress = Callable[[int, int], None]  # minibatches done, minibatches of this call
 
 
@@ -140,7 +141,7 @@ class Learner:
         if self.shares_prefixes:
             gaps["shared prefixes changed log-probs"] = self._gap(shared, want_N, fused=False)
         if self.decoders:
-            one = pack(samples, [min(rows, key=lambda row: input_length(samples[row]))], self.device)
+            one = pack([_beginning(samples[rows[0]])], [0], self.device)
             gaps["fused kernels changed log-probs"] = self._gap(apart, want_N, fused=True)
             decoder = self.decoders[id(self.model)]
             gaps["fused kernels changed gradients"] = gradient_gap(self.hf, decoder, one, self.passes.temperature)
@@ -217,3 +218,17 @@ class Learner:
             coming=self.optimizer.coming_bytes(),
             chunk=self.options.logit_chunk_tokens,
         )
+
+
+def _beginning(sample: Sample) -> Sample:
+    """The last tokens of the prompt and the first of the response.
+
+    >>> from attnrl.types import as_floats, as_ids
+    >>> ids, zeros = as_ids(range(2000)), as_floats([0.0] * 2000)
+    >>> one = _beginning(Sample(ids, ids, zeros, zeros, "q"))
+    >>> (int(one.prompt[-1]), len(one.prompt), int(one.response[0]), len(one.response), len(one.logprobs))
+    (1999, 512, 0, 512, 512)
+    """
+    first = slice(LOOK)
+    rows = sample.response[first], sample.advantages[first], sample.logprobs[first]
+    return Sample(sample.prompt[-LOOK:], *rows, sample.uid)
