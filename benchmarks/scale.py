@@ -2,10 +2,10 @@
 
     python benchmarks/scale.py
 
-Two tables: servers and ranks take turns on the same GPUs (schedule one_step_off_policy), and servers have GPUs of
-their own (schedule overlapped, engine.verl.server_gpus), at the best split of each size.
+Three tables: servers and ranks take turns on the same GPUs (schedule one_step_off_policy), servers have GPUs of
+their own (schedule overlapped, engine.verl.server_gpus) at the best split of each size, and what was measured on one.
 
-Nothing here was run on a cluster. Measured (docs/performance.md, H200): the time of a scoring forward with FCI. From
+Nothing here was run on several GPUs. Measured (docs/performance.md, H200): the time of a scoring forward with FCI. From
 data sheets: memory, its bandwidth and links. Assumed: the last four numbers of `Machine`, and all of `Work`.
 """
 
@@ -50,27 +50,55 @@ class Work:
 
     trunks: int = 64 * 6
     branches: int = 64 * 6 * 4
-    tokens: int = 4000  # of a response; a branch draws half of one
+    tokens: int = 4000  # of a response
+    branch_share: float = 0.5  # of a response that a branch draws
     longest: int = 8192
     longest_branch: int = 4096  # half of the longest response, as a branch draws half of one
+    prompts: int = 64
     prompt: int = 150
     updates: int = 2
     microbatch: int = 16384
 
     @property
     def generated(self) -> float:
-        return self.trunks * self.tokens + self.branches * self.tokens / 2
+        return self.trunks * self.tokens + self.branches * self.tokens * self.branch_share
 
     @property
     def learned(self) -> float:
         """Tokens the learner runs over: prefixes once."""
-        return self.generated + 64 * self.prompt
+        return self.generated + self.prompts * self.prompt
 
 
 SHAPES = (
     Shape("1.5B", 1.54e9, 1536, 28, 2 * 2 * 128, 0.0872, 1),
     Shape("7B", 7.6e9, 3584, 28, 2 * 4 * 128, 0.2775, 1),
     Shape("32B", 32.8e9, 5120, 64, 2 * 8 * 128, 0.2775 * 32.8 / 7.6, 4),  # no measurement: the 7B's FLOP/s
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """An iteration of a run over verl on one H200 (docs/cluster.md, commit e647cfc): its work, seconds and GB."""
+
+    iteration: int
+    work: Work
+    generate: float
+    score: float
+    update: float
+    memory: float
+
+
+def _eight_prompts(trunks: int, rollouts: int, drawn: int) -> Work:
+    """8 prompts, responses of 2,048 tokens that all end at the limit; points lie early, so branches are long."""
+    branches = rollouts - trunks
+    share = (drawn / 2048 - trunks) / branches
+    return Work(trunks, branches, 2048, share, longest=2048, longest_branch=2048, prompts=8, prompt=101)
+
+
+ONE_GPU = Shape("1.5B, untied", 1.78e9, 1536, 28, 2 * 2 * 128, 0.0872, 1)
+MEASURED = (
+    Measured(2, _eight_prompts(48, 192, 383_496), 17.5, 0.97, 22.0, 35.6),
+    Measured(3, _eight_prompts(54, 174, 345_796), 16.9, 1.09, 18.8, 35.6),
 )
 
 
@@ -98,7 +126,7 @@ def generate_s(shape: Shape, gpus: int, work: Work, machine: Machine) -> Drawn:
     step = machine.step_floor_s + (2 * shape.weights + places * held) / bandwidth
     alone = machine.step_floor_s + 2 * shape.weights / bandwidth
     both = work.generated / (work.trunks + work.branches) * sequences / places * step
-    branches = work.tokens / 2 * max(1.0, work.branches / servers / places) * step
+    branches = work.tokens * work.branch_share * max(1.0, work.branches / servers / places) * step
     longest = work.longest * alone
     return Drawn(max(branches, work.longest_branch * alone), max(both, longest), longest)
 
@@ -211,5 +239,15 @@ def tables(work: Work, machine: Machine) -> list[str]:
     return [table(first, turns), table(second, splits)]
 
 
+def against_one_gpu(machine: Machine) -> str:
+    """What was measured on one GPU beside what the same arithmetic says of that work."""
+    rows = []
+    for m in MEASURED:
+        found = in_turn(ONE_GPU, 1, m.work, machine) | {"memory": memory_gb(ONE_GPU, 1, m.work)}
+        pairs = [(found[name], getattr(m, name)) for name in ("generate", "score", "update", "memory")]
+        rows.append([str(m.iteration), *(f"{said:.1f}, {was:.1f}, {was / said:.2f}" for said, was in pairs)])
+    return table(["iteration", "generate s", "score s", "update s", "memory GB"], rows)
+
+
 if __name__ == "__main__":
-    print("\n\n".join(tables(Work(), Machine())))
+    print("\n\n".join([*tables(Work(), Machine()), against_one_gpu(Machine())]))

@@ -95,3 +95,13 @@ def test_the_page_shows_what_the_command_prints() -> None:
     assert len(turns.splitlines()) == len(splits.splitlines()) == 2 + 3 * 5
     assert turns in page
     assert splits in page
+    assert scale.against_one_gpu(Machine()) in page
+
+
+def test_the_work_that_was_measured_by_hand() -> None:
+    """48 trunks and 144 branches drew 383,496 tokens; 8 prompts of 101 are run over beside them."""
+    work = scale.MEASURED[0].work
+    assert (work.trunks, work.branches) == (48, 144)
+    assert work.generated == pytest.approx(383_496)
+    assert work.learned == pytest.approx(383_496 + 808)
+    assert scale.learn_s(scale.ONE_GPU, 1, work, Machine())["update"] == pytest.approx(384_304 * 5 * 0.0872 / 8192)
