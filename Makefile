@@ -11,10 +11,10 @@ VERL := .venv-verl
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-# The cluster engine on two CPU cores, our sampler over vLLM itself, and our verifier under verl and TRL themselves: verl,
-# Ray, vLLM's CPU build and TRL in an environment of their own.
+# The cluster engine and what it is made of on two CPU cores, our sampler over vLLM itself, and our verifier under verl and
+# TRL themselves: verl, Ray, vLLM's CPU build and TRL in an environment of their own.
 test-verl: $(VERL)/.installed
-	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest tests/verl_engine src/attnrl/verl_engine tests/local/test_vllm_itself.py --durations=10
+	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest tests/ranks src/attnrl/ranks tests/verl_engine src/attnrl/verl_engine tests/local/test_vllm_itself.py --durations=10
 	ATTNRL_FRAMEWORKS_PATH=$(CURDIR)/$(VERL)/trl OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest tests/verify/test_frameworks.py
 
 lint: $(STAMP)

@@ -2,9 +2,9 @@
 
     .venv-verl/bin/python benchmarks/cluster_kills.py [--trials 6] [--seed 0] [--apart] [--output cluster_kills.json]
 
-A run of the tiny model of tests/verl_engine on a CPU (`make test-verl` makes the environment). Trial by trial a rank, a
-server, its vLLM engine and that engine's worker are killed with -9, and the driver gets SIGTERM or SIGINT, up to eight
-seconds after the first iteration. `--apart`: a server on a GPU of its own, drawing while a rank updates.
+A run of tests/tiny_llama.py on a CPU (`make test-verl` makes the environment). Trial by trial a rank, a server, its
+vLLM engine and that engine's worker are killed with -9, and the driver gets SIGTERM or SIGINT, up to eight seconds
+after the first iteration. `--apart`: a server on a GPU of its own, drawing while a rank updates.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from typing import Any
 
 from psutil import Process
 
-from attnrl.verl_engine.session import GRACE_S, family
+from attnrl.ranks.session import GRACE_S, family
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "verl_engine"))
 import tiny
+
+from tiny_llama import make_model
 
 KILLED = ("ray::Worker", "vLLMHttpServer", "VLLM::EngineCore", "VLLM::Worker")  # by title
 TOLD = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}  # the driver
@@ -78,7 +81,7 @@ def main() -> None:
     rng, rows = random.Random(args.seed), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tiny.make_model(folder / "model")
+        make_model(folder / "model")
         algo = "delta = 1\nmax_prompts = 6" + ('\nschedule = "overlapped"' if args.apart else "")
         preset = tiny.write_preset(folder, "attnrl_1p5b", 1 if args.apart else 2, algo=algo)
         flags = ["--run.iterations", "1000", *(["--engine.verl.server_gpus", "1"] if args.apart else [])]

@@ -62,7 +62,11 @@ def test_the_layers_hold(copy: Path) -> None:
         ("local/backend.py", "import attnrl.launch"),
         ("policy/losses.py", "import attnrl.local"),
         ("scoring/plan.py", "import attnrl.policy.rates"),
-        ("verl_engine/arrival.py", "import attnrl.local.models"),
+        ("verl_engine/settings.py", "import attnrl.local.models"),
+        ("ranks/arrival.py", "import attnrl.local.models"),
+        ("ranks/session.py", "import ray"),
+        ("ranks/share.py", "import attnrl.reward"),
+        ("schedules.py", "import attnrl.ranks.arrival"),
         ("reward/builtin.py", "import attnrl.iteration"),
     ],
 )

@@ -15,16 +15,16 @@ if importlib.util.find_spec("verl") is None:
 
 import psutil
 import ray
-import tiny
 from test_engine import SCORING, config_of, requests, samples_of, scored
 from transformers import AutoTokenizer
 
 from attnrl.config import Config
 from attnrl.errors import ConfigError, MissingExtraError, TrainingError
+from attnrl.ranks.session import family
 from attnrl.types import Rollout, Sampling, Scores
 from attnrl.verl_engine import build, settings
-from attnrl.verl_engine.session import family
 from processes import LIMIT, wait_until
+from tiny_llama import make_model
 
 
 def apart(config: Config, gpus: int, *overrides: str) -> Config:
@@ -36,7 +36,7 @@ def apart(config: Config, gpus: int, *overrides: str) -> Config:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny.make_model(tmp_path_factory.mktemp("model"))
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnrl.config import Config, load_config
 from attnrl.errors import ConfigError, DataError, MissingFileError, TrainingError
 from attnrl.local.learner import Learner
+from attnrl.ranks.session import family
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scoring, Step, as_floats, as_ids
 from attnrl.verl_engine import build
-from attnrl.verl_engine.session import family
 from attnrl.verl_engine.worker import score
+from tiny_llama import make_model
 
 RANKS = 2
 SCORING = Scoring(delta=1)
@@ -57,7 +58,7 @@ def config_of(model: Path) -> Config:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny.make_model(tmp_path_factory.mktemp("model"))
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,8 @@ if importlib.util.find_spec("verl") is None:
 import tiny
 from psutil import NoSuchProcess, Process
 
-from attnrl.verl_engine.session import SHM, family, segments
+from attnrl.ranks.session import SHM, family, segments
+from tiny_llama import make_model
 
 OF_TIME = (
     "seconds/",
@@ -38,7 +39,7 @@ ADAPTIVE = "delta = 1\nmax_prompts = 6"  # what AttnRL alone takes
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    tiny.make_model(folder / "model")
+    make_model(folder / "model")
     return folder
 
 

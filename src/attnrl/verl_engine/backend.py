@@ -24,15 +24,15 @@ from attnrl.data.texts import stop_token_ids
 from attnrl.errors import AttnRLError, ConfigError, MissingFileError, TrainingError
 from attnrl.policy.passes import minibatches
 from attnrl.policy.rates import Counters, learning_rate
+from attnrl.ranks.arrival import Arrival
+from attnrl.ranks.session import Session
+from attnrl.ranks.share import deal, share_packs
+from attnrl.ranks.watch import Watch
 from attnrl.scoring import scorer
 from attnrl.scoring.scorer import ScoreReport
 from attnrl.types import Ids, Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
 from attnrl.verl_engine import settings, worker
-from attnrl.verl_engine.arrival import Arrival
 from attnrl.verl_engine.servers import Servers
-from attnrl.verl_engine.session import Session
-from attnrl.verl_engine.share import deal, share_packs
-from attnrl.verl_engine.watch import Watch
 
 SERVED = "the servers' {}; see data.max_prompt_tokens and sampling.max_response_tokens"
 
@@ -75,7 +75,7 @@ class VerlBackend:
         self.counters = Counters()
         self.scored = ScoreReport()  # since `metrics` was last asked: time of the slowest rank, tokens of all
         self.logprob_gap = 0.0  # as long
-        self.watch = Watch(config.engine.verl.phase_limit_s, say)
+        self.watch = Watch(config.engine.verl.phase_limit_s, say, key="engine.verl.phase_limit_s")
         self.server_gpus = config.engine.verl.server_gpus
         self.drawn: list[Rollout] = []  # answers of the servers to the probe, not looked at yet
         self.closed = False

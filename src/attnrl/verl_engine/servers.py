@@ -16,8 +16,8 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from attnrl.errors import TrainingError
+from attnrl.ranks.arrival import SEED, TOKENS
 from attnrl.types import Ids, Request, Rollout, Sampling, as_floats, as_ids
-from attnrl.verl_engine.arrival import SEED, TOKENS
 
 LOOK_S = 5.0  # between two looks at the servers while weights are on their way
 

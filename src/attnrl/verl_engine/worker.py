@@ -26,9 +26,9 @@ from attnrl.policy.objective import objective
 from attnrl.policy.packing import Pack
 from attnrl.policy.passes import Passes
 from attnrl.policy.rates import Counters, learning_rate
+from attnrl.ranks import sharded, weights
 from attnrl.scoring.scorer import ScoreReport
 from attnrl.types import Sample, ScoreRequest, Scores, Scoring
-from attnrl.verl_engine import sharded, weights
 
 
 class Worker(ActorRolloutRefWorker):  # type: ignore[misc]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from attnrl.verl_engine.sharded import over_ranks
+from attnrl.ranks.sharded import over_ranks
 
 
 def save_shards(folder: Path, module: Any, optimizer: Any) -> None:

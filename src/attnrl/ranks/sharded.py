@@ -1,4 +1,4 @@
-"""Score and learn over one FSDP2 module, called on every rank in step. torch and attnrl only: no verl, no Ray.
+"""Score and learn over one FSDP2 module, called on every rank in step.
 
 FSDP2 gathers layers by collectives, so every rank must run as many forwards: ranks with fewer packs run fillers. An
 error on one rank alone would leave the others waiting: inputs are checked in the driver, before the call.
@@ -35,8 +35,8 @@ Sync = Callable[[bool], AbstractContextManager[None]]  # whether gradients are r
 
 def prepare(module: Any, *, check: bool = True) -> None:
     """Once, on every rank and outside of any attention of ours: check the head, then take FSDP2's hooks from it and let
-    `inside` count as a forward. verl shards the head apart from the root: each call of it would be a collective, and
-    ranks run it over different numbers of chunks, in backward too."""
+    `inside` count as a forward. Of a head that is sharded apart from the root, as verl has it, each call would be a
+    collective, and ranks run it over different numbers of chunks, in backward too."""
     if check:
         module.set_reshard_after_forward(False, recurse=False)  # the check calls root and head apart
         check_head(module)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnrl.policy.packing import input_ids
+from attnrl.ranks.share import deal, share_packs
 from attnrl.types import Sample, as_floats, as_ids
-from attnrl.verl_engine.share import deal, share_packs
 
 
 def sample(prompt, response):

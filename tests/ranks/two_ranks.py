@@ -28,9 +28,9 @@ from attnrl.config import UpdateConfig
 from attnrl.local.learner import Learner
 from attnrl.policy.objective import objective
 from attnrl.policy.passes import Passes
+from attnrl.ranks import sharded, weights
+from attnrl.ranks.share import share_packs
 from attnrl.types import Sample, ScoreRequest, Scoring, Step, as_floats, as_ids
-from attnrl.verl_engine import sharded, weights
-from attnrl.verl_engine.share import share_packs
 
 OPTIONS = UpdateConfig(kl_weight=0.0, logit_chunk_tokens=16, gradient_checkpointing="none", share_prefixes=False)
 CPU = torch.device("cpu")

@@ -1,14 +1,16 @@
-"""The ranks' work on real gloo processes, torch alone: no verl is needed."""
+"""The ranks' work on real gloo processes, against one model in one process."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import tiny
+
+from tiny_llama import make_model
 
 
 def torchrun(work: str, ranks: int, model: Path, folder: Path) -> list[dict]:
@@ -16,14 +18,15 @@ def torchrun(work: str, ranks: int, model: Path, folder: Path) -> list[dict]:
     script = Path(__file__).parent / "two_ranks.py"
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     command = list(map(str, [*words, script, work, model, folder]))
-    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, timeout=300, check=False)
+    single = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=single, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"{work}-{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny.make_model(tmp_path_factory.mktemp("model"))
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def test_two_ranks_with_uneven_packs_and_chunks_equal_one_process(model, tmp_path):
@@ -48,7 +51,7 @@ def test_the_model_directory_has_the_dtype_that_its_config_says(model, tmp_path)
     import torch
     from transformers import AutoModelForCausalLM
 
-    torchrun("train", 2, tiny.make_model(tmp_path / "tied", tied=True), tmp_path)
+    torchrun("train", 2, make_model(tmp_path / "tied", tied=True), tmp_path)
     exact = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype="auto")
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "bfloat16", dtype="auto")
     assert (exact.dtype, half.dtype) == (torch.float32, torch.bfloat16)

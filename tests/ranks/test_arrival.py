@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from attnrl.errors import TrainingError
+from attnrl.ranks.arrival import Arrival
 from attnrl.types import Rollout, Scores, as_floats, as_ids
-from attnrl.verl_engine.arrival import Arrival
 
 
 def answer(logprobs, version=0, ids=(7, 8)):

@@ -18,9 +18,9 @@ BEAT_S = 60.0  # between two lines about a phase that is still running
 class Watch:
     """Times phases, and ends those that exceed the limit."""
 
-    def __init__(self, limit_s: float, say: Callable[[str], None], grace_s: float = 15.0) -> None:
-        """`grace_s`: from the limit to the error, for the traces of the ranks to arrive."""
-        self.limit_s, self.say, self.grace_s = limit_s, say, grace_s
+    def __init__(self, limit_s: float, say: Callable[[str], None], *, key: str, grace_s: float = 15.0) -> None:
+        """`key`: where a user sets the limit. `grace_s`: from it to the error, for the traces of ranks to arrive."""
+        self.limit_s, self.say, self.key, self.grace_s = limit_s, say, key, grace_s
         self.seconds: dict[str, float] = {}  # by phase
 
     @contextmanager
@@ -33,9 +33,7 @@ class Watch:
         def alarm(*_: object) -> None:
             took = time.monotonic() - start
             if took >= limit_s + self.grace_s:
-                raise TrainingError(
-                    f"{name} took longer than engine.verl.phase_limit_s ({limit_s:g} s); stack traces are above"
-                )
+                raise TrainingError(f"{name} took longer than {self.key} ({limit_s:g} s); stack traces are above")
             if took >= limit_s:
                 self.say(f"{name} exceeds its limit of {limit_s:g} s; where driver and ranks stand:")
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)

@@ -1,9 +1,9 @@
 """Nothing of a run stays behind on the driver's machine, however the driver ends.
 
-A second process watches the driver. It notes what Ray started there (workers, vLLM) and the shared-memory segments
-those processes map; when the run is over or the driver is gone, it gives them a moment to leave, ends those that did
-not, and removes the segments. Other machines are Ray's business: it ends workers whose driver is gone. It is
-`python -m attnrl.verl_engine.session DRIVER_PID` and must start fast: psutil and the standard library only.
+A second process watches the driver. It notes what the run started there and the shared-memory segments those
+processes map; when the run is over or the driver is gone, it gives them a moment to leave, ends those that did not, and
+removes the segments. Other machines are the business of what starts processes there. It is
+`python -m attnrl.ranks.session DRIVER_PID` and must start fast: psutil and the standard library only.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Session:
     """The watching process, from the driver's side."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "attnrl.verl_engine.session", str(os.getpid())]
+        command = [sys.executable, "-m", "attnrl.ranks.session", str(os.getpid())]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, text=True)
         self.before = set(Process().children())
 
