@@ -37,6 +37,28 @@ def test_two_ranks_with_uneven_packs_and_chunks_equal_one_process(model, tmp_pat
         assert rank["gradient_gap"] <= 1e-6
 
 
+def test_an_update_of_two_ranks_is_the_local_learners(model, tmp_path):
+    """Three optimizer steps with a KL to other weights and with importance weights: each needs what was before it."""
+    ranks = torchrun("update", 2, model, tmp_path)
+    for rank in ranks:
+        assert rank["counters"] == {"updates": 3, "skipped": 0, "skipped_in_a_row": 0}
+        assert len(rank["norms"]) == 3
+        assert rank["ranks"]["policy/kl"] > 1e-2
+        assert rank["ranks"] == pytest.approx(rank["local"], rel=1e-5, abs=1e-7)
+    assert ranks[0]["norms"] == ranks[1]["norms"]
+
+
+def test_a_loss_that_is_no_number_on_one_rank_leaves_the_update_out_on_all(model, tmp_path):
+    ranks = torchrun("bad", 2, model, tmp_path)
+    for rank in ranks:
+        rows = rank["rows"]  # norms and skipped of the call; updates, skipped and skipped in a row since the start
+        assert [row["counted"] for row in rows] == [[1, 0, 1, 0, 0], [0, 1, 1, 1, 1], [1, 0, 2, 1, 0], [0, 1, 2, 2, 1]]
+        first, left_out, second, again = (row["checksum"] for row in rows)
+        assert first == left_out != second == again
+        assert rank["error"].startswith("2 updates in a row had a non-finite loss")
+    assert ranks[0] == ranks[1]
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_checkpoint_loads_at_another_number_of_ranks(model, tmp_path, before, after):
     """The next update is that of the run that was not interrupted: weights and Adam's state are all there."""

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from attnrl.errors import TrainingError
-from attnrl.ranks.watch import Watch
+from attnrl.ranks.watch import Watch, traced
+from processes import wait_until
 
 
 def test_a_phase_past_its_limit_says_where_it_stands_and_raises(capfd):
@@ -37,3 +38,19 @@ def test_a_phase_within_its_limit_leaves_no_alarm_behind():
     assert signal.getsignal(signal.SIGALRM) is before
     assert watch.seconds.keys() == {"update"}
     assert watch.seconds["update"] >= 0.02
+
+
+def test_a_rank_past_the_limit_prints_where_it_stands_once(capfd):
+    said: list[str] = []
+
+    def printed() -> str:
+        said.append(capfd.readouterr().err)
+        return "".join(said)
+
+    with traced(600.0):
+        pass  # cancelled with the end of the verb
+    with traced(0.1):
+        assert wait_until(lambda: "in test_a_rank_past_the_limit" in printed())
+        time.sleep(0.4)
+    time.sleep(0.3)
+    assert printed().count("Timeout (") == 1

@@ -5,15 +5,19 @@ two processes on one pipe can mix.
 
 equal    score and learn at two ranks against one model in one process; the ranks get different numbers of packs and of
          chunks of the head
+update   one update, KL, importance weights and all, at two ranks against the local learner
+bad      updates of which one rank alone has a loss that is no number
 train    two updates, a checkpoint, and a third update
 resume   the checkpoint, and the third update
 fresh    a checkpoint before any update, and the checkpoint again
 """
 
 import json
+import math
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +29,19 @@ from transformers import AutoModelForCausalLM
 import attnrl.scoring.entropy as head
 from attnrl import scoring
 from attnrl.config import UpdateConfig
+from attnrl.errors import TrainingError
 from attnrl.local.learner import Learner
+from attnrl.policy.metrics import UpdateMetrics
 from attnrl.policy.objective import objective
-from attnrl.policy.passes import Passes
+from attnrl.policy.passes import Passes, minibatches
+from attnrl.policy.rates import Counters
 from attnrl.ranks import sharded, weights
 from attnrl.ranks.share import share_packs
 from attnrl.types import Sample, ScoreRequest, Scoring, Step, as_floats, as_ids
 
-OPTIONS = UpdateConfig(kl_weight=0.0, logit_chunk_tokens=16, gradient_checkpointing="none", share_prefixes=False)
+KEYS = {"logit_chunk_tokens": 16, "gradient_checkpointing": "none", "share_prefixes": False}
+KEYS |= {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1e9}
+OPTIONS = UpdateConfig(**KEYS, kl_weight=0.0)
 CPU = torch.device("cpu")
 RNG = np.random.default_rng(0)
 ROWS = [(as_ids(RNG.integers(4, 99, 5)), as_ids(RNG.integers(4, 99, n))) for n in (30, 7, 55, 20, 41, 13, 9)]
@@ -40,6 +49,12 @@ SAMPLES = [
     Sample(p, r, as_floats(RNG.normal(size=len(r))), as_floats(np.full(len(r), -5.5)), str(i))
     for i, (p, r) in enumerate(ROWS)
 ]
+
+ALL = range(len(SAMPLES))
+
+
+def sync(*, is_last_micro_batch: bool) -> nullcontext:
+    return nullcontext()
 
 
 def shard(model: str):
@@ -67,7 +82,7 @@ def equal(model: str) -> dict:
         module.zero_grad()
         minibatch = rank.lay_out([[SAMPLES[i]] for i in mine], share=False)
         rank.logprobs(module, minibatch)
-        metrics = rank.learn(module, minibatch, sync=lambda last: nullcontext())
+        metrics = rank.learn(module, minibatch, sync=sync)
     loss, units = sharded.over_ranks([metrics.total("loss"), metrics.units], CPU)
     local = Learner(plain, options=OPTIONS).accumulate(SAMPLES, [list(range(len(SAMPLES)))])
     pairs = list(zip(module.parameters(), plain.parameters(), strict=True))
@@ -80,56 +95,118 @@ def equal(model: str) -> dict:
 
 
 class Trained:
-    """One sharded policy and its optimizer, matrices and vectors in groups of their own."""
+    """One sharded policy and its optimizer, as ranks are given them."""
 
-    def __init__(self, model: str) -> None:
-        self.module, self.rank = shard(model), sharded.Rank(Passes(OPTIONS, objective(OPTIONS)), CPU)
+    def __init__(self, model: str, options: UpdateConfig = OPTIONS) -> None:
+        self.module, self.rank = shard(model), sharded.Rank(Passes(options, objective(options)), CPU)
         sharded.prepare(self.module)
-        every = list(self.module.parameters())
-        groups = [{"params": [p for p in every if p.dim() >= 2]}, {"params": [p for p in every if p.dim() < 2]}]
-        groups[1]["weight_decay"] = 0.0
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1.0, weight_decay=0.1)
+        sharded.decay_matrices_alone(self.optimizer)
+        self.counters = Counters()
 
-    def update(self) -> dict:
-        packs = share_packs(SAMPLES, range(len(SAMPLES)), dist.get_world_size(), 64, share=False)[dist.get_rank()]
-        self.module.train()
+    def eval_mode(self) -> nullcontext:
+        return nullcontext(self.module.eval())
+
+    def train_mode(self) -> nullcontext:
+        return nullcontext(self.module.train())
+
+    def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad()
-        laid_out = self.rank.lay_out(packs, share=False)
-        metrics = self.rank.learn(self.module, laid_out, sync=lambda last: nullcontext())
+
+    def optimizer_step(self) -> float:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters()]).full_tensor().item()
-        self.optimizer.step()
+        if math.isfinite(norm):
+            self.optimizer.step()
+        return norm
+
+    def checksum(self) -> tuple[float, float]:
+        return weights.checksum(self.module, "bfloat16", CPU)
+
+    def update(self, samples=SAMPLES, plan=(ALL,), reference=None) -> UpdateMetrics:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        dealt = [share_packs(samples, rows, ranks, 64, share=False)[rank] for rows in plan]
+        return self.rank.update(self, reference, dealt, self.counters, sync=sync)
+
+    def told(self) -> dict:
+        """One update: loss over all ranks, gradient norm, weights after it."""
+        metrics = self.update()
         loss, units = sharded.over_ranks([metrics.total("loss"), metrics.units], CPU)
-        return {"loss": loss / units, "norm": norm, "checksum": weights.checksum(self.module, "bfloat16", CPU)}
+        return {"loss": loss / units, "norm": metrics.norms[0], "checksum": self.checksum()}
+
+
+def moved(module):
+    """The module with other weights: a reference that has a KL to the policy from the start."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(1.5)
+    return module
+
+
+def update(model: str) -> dict:
+    options = UpdateConfig(**KEYS, kl_weight=0.05, importance_cap=2.0, minibatches=3)
+    policy, reference = Trained(model, options), Trained(model, options)
+    moved(reference.module)
+    metrics = policy.update(SAMPLES, minibatches(SAMPLES, options, seed=0, version=0), reference)
+    names = ("kl", "surrogate", "entropy", "behaviour_kl", "importance_weight")
+    loss, units, tokens, *totals = sharded.over_ranks(
+        [metrics.total("loss"), metrics.units, metrics.tokens, *map(metrics.total, names)], CPU
+    )
+    found = {f"policy/{name}": total / tokens for name, total in zip(names, totals, strict=True)}
+    found |= {"policy/loss": loss / units, "policy/grad_norm": float(np.mean(metrics.norms))}
+    plain, frozen = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
+    local = Learner(plain, moved(frozen), options=options).update(SAMPLES, version=0)
+    return {
+        "ranks": found,
+        "local": {name: local[name] for name in found},
+        "norms": metrics.norms,
+        "counters": asdict(policy.counters),
+    }
+
+
+def bad(model: str) -> dict:
+    policy = Trained(model, UpdateConfig(**KEYS, kl_weight=0.0, max_bad_updates=2))
+    wrong = replace(SAMPLES[0], advantages=as_floats(np.full(len(SAMPLES[0].response), np.nan)))
+    hurt = [wrong, *SAMPLES[1:]]
+    rows = []
+    for samples in (SAMPLES, hurt, SAMPLES, hurt):
+        metrics = policy.update(samples)
+        counted = [len(metrics.norms), metrics.skipped, *asdict(policy.counters).values()]
+        rows.append({"counted": counted, "checksum": policy.checksum()})
+    try:
+        policy.update(hurt)
+    except TrainingError as error:
+        return {"rows": rows, "error": str(error)}
+    return {}
 
 
 def train(model: str, folder: Path) -> dict:
     policy = Trained(model)
-    first = [policy.update() for _ in range(2)]
+    first = [policy.told() for _ in range(2)]
     weights.save_shards(folder / "actor", policy.module, policy.optimizer)
     for dtype in ("float32", "bfloat16"):
         weights.save_model(folder / dtype, policy.module, dtype)
-    return {"first": first, "third": policy.update()}
+    return {"first": first, "third": policy.told()}
 
 
 def resume(model: str, folder: Path) -> dict:
     policy = Trained(model)
     weights.load_shards(folder / "actor", policy.module, policy.optimizer)
-    return {"third": policy.update()}
+    return {"third": policy.told()}
 
 
 def fresh(model: str, folder: Path) -> dict:
     policy, other = Trained(model), Trained(model)
     weights.save_shards(folder / "actor", policy.module, policy.optimizer)
-    other.update()
+    other.told()
     weights.load_shards(folder / "actor", other.module, other.optimizer)
-    return {"updates": [policy.update(), other.update(), Trained(model).update()]}
+    return {"updates": [policy.told(), other.told(), Trained(model).told()]}
 
 
 def main() -> None:
     work, model, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    works = {"equal": lambda: equal(model)}
+    works = {w.__name__: lambda w=w: w(model) for w in (equal, update, bad)}
     works |= {w.__name__: lambda w=w: w(model, folder) for w in (train, resume, fresh)}
     name = f"{work}-{dist.get_world_size()}-{dist.get_rank()}.json"
     Path(folder, name).write_text(json.dumps(works[work]()))

@@ -249,12 +249,14 @@ def test_servers_that_keep_old_weights_are_found(engine):
     """The learner moves on while the servers are not told: their log-probs are no longer its own."""
     asked = requests(seed=11)
     drawn = engine.generate(asked, Sampling())
-    probes, engine.drawn = engine.drawn, []
+    probes, wanted = engine.arrival.drawn, engine.arrival.asked()
     assert len(probes) == RANKS
+    engine.arrival.drawn = []
     engine.update(samples_of(asked, drawn))
-    scores = engine.score([ScoreRequest(engine.arrival.probe, p.ids, ()) for p in probes], Scoring(fci=False))
+    scores = engine.score(wanted, Scoring(fci=False))
+    engine.arrival.drawn = probes
     with pytest.raises(TrainingError, match="weights did not arrive whole"):
-        engine.arrival.arrived(probes, scores)
+        engine.arrival.arrived(scores)
     assert engine.generate(asked, Sampling())[0].version == engine.version  # a real sync, and all is well
     engine.score(scored(asked, engine.generate(asked, Sampling())), SCORING)
 

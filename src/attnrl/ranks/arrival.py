@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from attnrl.errors import TrainingError
-from attnrl.types import Ids, Rollout, Scores
+from attnrl.types import Ids, Rollout, ScoreRequest, Scores
 
 TOKENS, SEED = 16, 20260  # of each server's answer to the probe
 LEAST_LR = 1e-12  # below it, an update may well leave every weight as it is
@@ -24,8 +24,10 @@ class Arrival:
     dtype: str  # of the servers
     checksum: Checksum
     probe: Ids | None = None
-    answers: list[Rollout] = field(default_factory=list)  # of the servers, when they were last asked
+    drawn: list[Rollout] = field(default_factory=list)  # each server's answer to the probe, not compared yet
+    answers: list[Rollout] = field(default_factory=list)  # those that were compared last
     moved: bool = False  # since then, weights have changed in the servers' dtype
+    gap: float = 0.0  # the largest since `metrics` was last asked
 
     def updated(self, checksum: Checksum, *, update: int, lr: float) -> None:
         """Note the weights after an update; raises where none changed."""
@@ -38,16 +40,20 @@ class Arrival:
         """Note other weights that did not come from an update."""
         self.checksum, self.answers, self.moved = checksum, [], False
 
-    def arrived(self, answers: Sequence[Rollout], scores: Sequence[Scores]) -> float:
-        """The largest mean gap between a server's log-probs of its answer to the probe and the learner's, nats.
+    def asked(self) -> list[ScoreRequest]:
+        """What the learner is to score: what was drawn."""
+        return [ScoreRequest(self.probe, answer.ids, ()) for answer in self.drawn if self.probe is not None]
 
-        Raises where it is more than rounding, and where a server answers to the last bit as it did before its weights
-        should have changed.
+    def arrived(self, scores: Sequence[Scores]) -> None:
+        """Compare what was drawn with the learner's scores of it; raises where log-probs differ by more than rounding,
+        and where a server answers to the last bit as it did before its weights should have changed.
         """
+        answers, self.drawn = self.drawn, []
         gaps = [float(np.abs(s.logprobs - a.logprobs).mean()) for s, a in zip(scores, answers, strict=True)]
-        if not max(gaps) <= ALLOWED_GAP[self.dtype]:
+        worst = int(np.argmax(gaps))  # the first that is no number, where one is
+        if not gaps[worst] <= ALLOWED_GAP[self.dtype]:
             raise TrainingError(
-                f"server {int(np.argmax(gaps))} and learner disagree by {max(gaps):.3f} nats a token at version "
+                f"server {worst} and learner disagree by {gaps[worst]:.3f} nats a token at version "
                 f"{answers[0].version}: weights did not arrive whole"
             )
         before = self.answers if self.moved else []
@@ -57,5 +63,9 @@ class Arrival:
                     f"server {server} answers as it did at version {old.version}: the weights of version "
                     f"{new.version} did not arrive"
                 )
-        self.answers, self.moved = list(answers), False
-        return max(gaps)
+        self.answers, self.moved, self.gap = answers, False, max(self.gap, gaps[worst])
+
+    def metrics(self) -> dict[str, float]:
+        """The largest mean gap between a server's log-probs and the learner's since last asked, nats."""
+        found, self.gap = {"sync/logprob_gap": self.gap}, 0.0
+        return found

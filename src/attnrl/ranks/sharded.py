@@ -6,12 +6,13 @@ error on one rank alone would leave the others waiting: inputs are checked in th
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,39 @@ from attnrl.policy.metrics import UpdateMetrics
 from attnrl.policy.objective import LossSums
 from attnrl.policy.packing import Pack, pack
 from attnrl.policy.passes import Passes
+from attnrl.policy.rates import Counters, learning_rate
 from attnrl.scoring.scorer import ScoreReport
 from attnrl.types import Sample, ScoreRequest, Scores, Scoring, Step, as_floats, as_ids
 
 FILLER = Sample(as_ids([0]), as_ids([0]), as_floats([0.0]), as_floats([0.0]), "")
-Sync = Callable[[bool], AbstractContextManager[None]]  # whether gradients are reduced over ranks after this one
+Sync = Callable[..., AbstractContextManager[None]]  # (is_last_micro_batch): then gradients are reduced over ranks
+
+
+class Policy(Protocol):
+    """One sharded module and its optimizer, as an engine keeps them; of a frozen policy the optimizer is not used."""
+
+    module: Any
+    optimizer: Any
+
+    def eval_mode(self) -> AbstractContextManager[Any]:
+        """While open, the weights are on the device and the module is evaluated."""
+
+    def train_mode(self) -> AbstractContextManager[Any]:
+        """The same for training."""
+
+    def optimizer_zero_grad(self) -> None: ...
+
+    def optimizer_step(self) -> float:
+        """Clips the gradients and makes a step, none where their norm is not finite; the norm before."""
+
+
+def decay_matrices_alone(optimizer: Any) -> None:
+    """Where one group holds all parameters: matrices decay, vectors (norms, biases) do not, as in the local engine."""
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        every, group = groups[0]["params"], groups[0]
+        vectors = {**group, "params": [p for p in every if p.dim() < 2], "weight_decay": 0.0}
+        groups[:] = [{**group, "params": [p for p in every if p.dim() >= 2]}, vectors]
 
 
 def prepare(module: Any, *, check: bool = True) -> None:
@@ -103,6 +132,34 @@ class Rank:
     passes: Passes
     device: torch.device
 
+    def update(
+        self,
+        policy: Policy,
+        reference: Policy | None,
+        minibatches: Sequence[Sequence[Sequence[Sample]]],
+        counters: Counters,
+        *,
+        sync: Sync,
+    ) -> UpdateMetrics:
+        """One optimizer step for each minibatch, of which this rank holds microbatches: its metrics, on the host.
+
+        `reference`: the frozen policy, where there is a KL weight. Paper: Eq. 1.
+        """
+        share = self.passes.shares(policy.module)
+        laid_out = [self.lay_out(packs, share=share) for packs in minibatches]
+        nothing = [None] * len(laid_out)
+        known = self._known(reference, laid_out) if reference is not None else nothing
+        old = self._known(policy, laid_out) if self.passes.objective.needs_old else nothing
+        metrics = UpdateMetrics()
+        with policy.train_mode():
+            for one in zip(laid_out, known, old, strict=True):
+                policy.optimizer_zero_grad()
+                here = self.learn(policy.module, *one, sync=sync)
+                self._step(policy, here, counters, metrics)
+        metrics.sums = {name: value.cpu() for name, value in metrics.sums.items()}
+        metrics.ratio_max = None if metrics.ratio_max is None else metrics.ratio_max.cpu()
+        return metrics
+
     def lay_out(self, packs: Sequence[Sequence[Sample]], *, share: bool) -> list[Pack]:
         """This rank's microbatches of one minibatch on the device, filled up to as many as others; a collective."""
         mine = [pack(samples, range(len(samples)), self.device, share_prefixes=share) for samples in packs]
@@ -140,9 +197,28 @@ class Rank:
 
             # FSDP2 takes the mean over ranks, the loss is a mean over the units of all ranks
             weight = dist.get_world_size() / units if p.rows else 0.0
-            with sync(i == len(packs) - 1), pack_attention(module, p):
+            with sync(is_last_micro_batch=i == len(packs) - 1), pack_attention(module, p):
                 loss, sums = module.attnrl_inside(work)
                 (loss * weight).backward()
             if p.rows:
                 metrics.add_microbatch(sums, p)
         return metrics
+
+    def _known(self, policy: Policy, laid_out: Sequence[Sequence[Pack]]) -> list[list[Tensor]]:
+        """Log-probs of every microbatch of this rank."""
+        with policy.eval_mode():
+            return [self.logprobs(policy.module, packs) for packs in laid_out]
+
+    def _step(self, policy: Policy, here: UpdateMetrics, counters: Counters, metrics: UpdateMetrics) -> None:
+        """One optimizer step, or none where loss or gradient is not finite; all ranks decide the same."""
+        for group in policy.optimizer.param_groups:
+            group["lr"] = learning_rate(self.passes.options, counters.updates)
+        finite = math.isfinite(over_ranks([here.total("loss")], self.device)[0])
+        norm = policy.optimizer_step() if finite else math.nan
+        if math.isfinite(norm):
+            counters.made()
+            metrics.add(here)
+            metrics.norms.append(norm)
+        else:
+            metrics.skipped += 1
+            counters.skip(self.passes.options.max_bad_updates)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from attnrl.policy.packing import input_length, microbatches
 from attnrl.types import Sample
+
+T = TypeVar("T")
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
@@ -24,6 +27,16 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
         shares[rank].append(index)
         load[rank] += costs[index]
     return shares
+
+
+def in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[T]]) -> list[T]:
+    """What ranks answered to their shares, by index.
+
+    >>> in_order([[0, 2], [1]], ["ac", "b"])
+    ['a', 'b', 'c']
+    """
+    found = dict(pair for both in zip(shares, answers, strict=True) for pair in zip(*both, strict=True))
+    return [found[index] for index in sorted(found)]
 
 
 def share_packs(

@@ -15,6 +15,16 @@ from attnrl.errors import TrainingError
 BEAT_S = 60.0  # between two lines about a phase that is still running
 
 
+@contextmanager
+def traced(limit_s: float) -> Iterator[None]:
+    """On a rank: open past the limit, this process prints the stack of every thread, once."""
+    faulthandler.dump_traceback_later(limit_s, file=sys.__stderr__ or sys.stderr)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 class Watch:
     """Times phases, and ends those that exceed the limit."""
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -26,7 +25,7 @@ from attnrl.policy.passes import minibatches
 from attnrl.policy.rates import Counters, learning_rate
 from attnrl.ranks.arrival import Arrival
 from attnrl.ranks.session import Session
-from attnrl.ranks.share import deal, share_packs
+from attnrl.ranks.share import deal, in_order, share_packs
 from attnrl.ranks.watch import Watch
 from attnrl.scoring import scorer
 from attnrl.scoring.scorer import ScoreReport
@@ -68,22 +67,17 @@ class VerlBackend:
         self.dtype = dtype if dtype != "auto" else "float32" if on_cpu else "bfloat16"
         self.overrides = settings.overrides(config, model=model, dtype=self.dtype, learn=learn)
         self.config = settings.compose(self.overrides)
-        self.options, self.temperature, self.seed = config.update, config.sampling.temperature, config.run.seed
+        self.options, self.budget, self.seed = config.update, config.update.microbatch_tokens, config.run.seed
         self.tokenizer, self.learns = tokenizer, learn
-        self.budget = config.update.microbatch_tokens
         self.version = 0
         self.counters = Counters()
         self.scored = ScoreReport()  # since `metrics` was last asked: time of the slowest rank, tokens of all
-        self.logprob_gap = 0.0  # as long
         self.watch = Watch(config.engine.verl.phase_limit_s, say, key="engine.verl.phase_limit_s")
-        self.server_gpus = config.engine.verl.server_gpus
-        self.drawn: list[Rollout] = []  # answers of the servers to the probe, not looked at yet
         self.closed = False
         say("overrides: " + " ".join(self.overrides))
         self.session = Session()
         with self._phase("start"):
-            role = "actor_rollout_ref" if learn and self.options.kl_weight > 0 else "actor_rollout"
-            self._start(role, run_dir)
+            self._start(config, run_dir)
 
     # ---- the verbs
 
@@ -98,11 +92,15 @@ class VerlBackend:
         check_requests(requests, self.vocabulary, {SERVED: self.config.actor_rollout_ref.rollout.max_model_len})
         if self.servers.held != self.version:
             self._sync(requests[0].context[:256])
-        with self._phase("generate"):
-            drawing = self.servers.begin(requests, sampling)
+        drawing = self.servers.begin(requests, sampling)
+
+        def wait() -> list[Rollout]:
+            with self._phase("generate"):
+                return self.servers.wait(drawing)
+
         if self.servers.apart:
-            return lambda: self._wait(drawing)
-        rollouts = self._wait(drawing)
+            return wait
+        rollouts = wait()
         return lambda: rollouts
 
     def score(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
@@ -123,8 +121,7 @@ class VerlBackend:
         shares = [[minibatch[rank] for minibatch in dealt] for rank in range(self.ranks)]
         lr = learning_rate(self.options, self.counters.updates)
         with self._phase("update"):
-            ranks = self._call(worker.update, shares, self.options, self.temperature, self.counters)
-            (metrics, self.counters), *others = ranks
+            (metrics, self.counters), *others = self._call(worker.update, shares, self.counters)
             for other, _ in others:  # norms, skipped updates and counters are the same on every rank
                 metrics.add(other)
             if metrics.norms:
@@ -159,8 +156,8 @@ class VerlBackend:
         """What the engine did since it was last asked; see the class."""
         found = {f"engine/{name}_seconds": took for name, took in self.watch.seconds.items()}
         self.watch.seconds.clear()
-        found |= self.scored.metrics() | self.servers.metrics() | {"sync/logprob_gap": self.logprob_gap}
-        self.scored, self.logprob_gap = ScoreReport(), 0.0
+        found |= self.scored.metrics() | self.servers.metrics() | self.arrival.metrics()
+        self.scored = ScoreReport()
         if not self.closed and (held := max(self._call(worker.memory))):
             found["device/peak_memory_gb"] = held
         return found
@@ -174,28 +171,29 @@ class VerlBackend:
 
     # ---- servers and ranks
 
-    def _start(self, role: str, run_dir: Path | None) -> None:
+    def _start(self, asked: Config, run_dir: Path | None) -> None:
         """Ray, the worker group, and the servers."""
-        config = self.config
+        config, server_gpus = self.config, asked.engine.verl.server_gpus
         if not ray.is_initialized():
             environment = OmegaConf.to_container(OmegaConf.create(get_ppo_ray_runtime_env(config)))
             ray.init(**{**OmegaConf.to_container(config.ray_kwargs.ray_init), "runtime_env": environment})
             self.session.note_children()
         self.ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
         have = int(ray.cluster_resources().get("GPU", 0))
-        if have < self.ranks + self.server_gpus:
+        if have < (wanted := self.ranks + server_gpus):
             raise ConfigError(
-                f"engine.verl: nodes x gpus_per_node + server_gpus asks for {self.ranks + self.server_gpus} GPUs, the "
-                f"Ray cluster has {have}"
+                f"engine.verl: nodes x gpus_per_node + server_gpus asks for {wanted} GPUs, the Ray cluster has {have}"
             )
         machines = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
         pool = RayResourcePool(process_on_nodes=machines, max_colocate_count=3, name_prefix="pool")
+        role = "actor_rollout_ref" if self.learns and self.options.kl_weight > 0 else "actor_rollout"
         made = RayClassWithInitArgs(cls=ray.remote(worker.Worker), config=config.actor_rollout_ref, role=role)
         self.workers = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name=config.trainer.device)
         hosts = self._look(run_dir)
-        self.vocabulary, self.shares, generation = self._call(worker.start, self.options)[0]
+        started = self._call(worker.start, self.options, asked.sampling.temperature)
+        self.vocabulary, self.shares, generation = started[0]
         stop_ids = stop_token_ids(generation, self.tokenizer)
-        self.servers = Servers(config, self.workers, pool, stop_ids, apart=self.server_gpus > 0)
+        self.servers = Servers(config, self.workers, pool, stop_ids, apart=server_gpus > 0)
         self.arrival = Arrival(self.dtype, self._call(worker.checksum, self.dtype)[0])
         say(f"{self.ranks} ranks on {len(hosts)} machines, {len(self.servers.handles)} servers, {self.dtype}")
 
@@ -203,10 +201,8 @@ class VerlBackend:
         """The machines of the ranks, all of which see the run directory and the model; before the model is loaded."""
         model = Path(self.config.actor_rollout_ref.model.path)
         paths = [model] if model.is_dir() else []
-        if run_dir is None:
-            return self._seen(paths)
-        with NamedTemporaryFile(dir=run_dir, prefix=".seen-") as mark:
-            return self._seen([Path(mark.name), *paths])
+        with NamedTemporaryFile(dir=run_dir, prefix=".seen-") if run_dir else nullcontext() as mark:
+            return self._seen([Path(mark.name), *paths] if mark else paths)
 
     def _seen(self, paths: Sequence[Path]) -> set[str]:
         answers = self._call(worker.look, tuple(str(path.absolute()) for path in paths))
@@ -243,13 +239,9 @@ class VerlBackend:
         with self._phase("sync"):
             self.servers.sync(self.version)
         with self._phase("generate"):
-            self.drawn = self.servers.probe(self.arrival.probe)
+            self.arrival.drawn = self.servers.probe(self.arrival.probe)
         if self.servers.apart:
             self._compare()
-
-    def _wait(self, drawing: Future[list[Rollout]]) -> list[Rollout]:
-        with self._phase("generate"):
-            return self.servers.wait(drawing)
 
     def _sleep(self) -> None:
         """Servers on the ranks' GPUs give their memory back; then the ranks check what they said of the probe."""
@@ -261,22 +253,22 @@ class VerlBackend:
 
     def _compare(self) -> None:
         """The ranks check what the servers said of the probe."""
-        drawn, self.drawn = self.drawn, []
-        if drawn and self.arrival.probe is not None:
-            asked = [ScoreRequest(self.arrival.probe, d.ids, ()) for d in drawn]
+        if asked := self.arrival.asked():
             scores = self._score(asked, Scoring(fci=False), ScoreReport())  # no part of the iteration's work
             with self._phase("sync"):
-                self.logprob_gap = max(self.logprob_gap, self.arrival.arrived(drawn, scores))
+                self.arrival.arrived(scores)
 
     def _score(self, requests: Sequence[ScoreRequest], scoring: Scoring, report: ScoreReport) -> list[Scores]:
         shares = deal([len(r.prompt) + len(r.response) for r in requests], self.ranks)
-        mine = [[requests[i] for i in share] for share in shares]
         with self._phase("score"):
-            found = self._call(worker.score, mine, scoring, self.budget)
+            found = self._call(
+                worker.score,
+                [[requests[i] for i in share] for share in shares],
+                scoring,
+                self.budget,
+            )
         report.add([rank for _, rank in found])
-        parts = zip(shares, found, strict=True)
-        scores = {index: one for share, (part, _) in parts for index, one in zip(share, part, strict=True)}
-        return [scores[index] for index in range(len(requests))]
+        return in_order(shares, [scores for scores, _ in found])
 
 
 def cause(error: BaseException) -> str:

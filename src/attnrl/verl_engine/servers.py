@@ -90,8 +90,8 @@ class Servers:
 
     def metrics(self) -> dict[str, float]:
         """Since last asked."""
-        found = {"generate/shared_context": self.cached_tokens / max(1, self.context_tokens)}
-        found["sync/count"] = float(self.syncs)
+        shared = self.cached_tokens / max(1, self.context_tokens)
+        found = {"generate/shared_context": shared, "sync/count": float(self.syncs)}
         self.context_tokens = self.cached_tokens = self.syncs = 0
         return found
 
