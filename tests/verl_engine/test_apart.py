@@ -55,7 +55,7 @@ def test_what_servers_cannot_do_is_said_before_anything_starts(model):
         with pytest.raises(MissingExtraError, match="NCCL through cupy: pip install"):
             build.check(nccl, model=str(model))
     build.check(apart(config_of(model), 0, many), model=str(model))
-    set_by_us = settings.overrides(nccl, model="M", dtype="float32", learn=True)
+    set_by_us = settings.overrides(nccl, model="M", learn=True)
     assert "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl" in set_by_us
     assert "actor_rollout_ref.rollout.n_gpus_per_node=1" in set_by_us
 

@@ -73,7 +73,7 @@ def test_overrides_say_what_the_config_says_and_the_users_come_last():
         "update.max_grad_norm": 0.5,
         "evaluation.every": 0,
     }
-    found = settings.overrides(load_config("attnrl_1p5b", changed), model="M", dtype="bfloat16", learn=True)
+    found = settings.overrides(load_config("attnrl_1p5b", changed), model="M", learn=True)
     assert found[-1] == "actor_rollout_ref.rollout.gpu_memory_utilization=0.7"
     for line in (
         "trainer.nnodes=2",
@@ -87,10 +87,28 @@ def test_overrides_say_what_the_config_says_and_the_users_come_last():
         assert line in found
 
 
+@pytest.mark.parametrize(
+    ("changed", "dtype", "precision"),
+    [
+        ({}, "bfloat16", "bf16"),
+        ({"model.dtype": "float32"}, "float32", "fp32"),
+        ({"engine.verl.overrides": ["trainer.device=cpu"]}, "float32", "fp32"),
+    ],
+)
+def test_auto_is_half_precision_where_there_are_gpus(changed, dtype, precision):
+    config = load_config("attnrl_1p5b", changed)
+    assert settings.dtype_of(config) == dtype
+    found = settings.overrides(config, model="M", learn=True)
+    assert f"actor_rollout_ref.rollout.dtype={dtype}" in found
+    for part in ("actor", "ref"):
+        assert f"+actor_rollout_ref.{part}.fsdp_config.mixed_precision.param_dtype={precision}" in found
+    assert "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32" in found
+
+
 @pytest.mark.skipif(not INSTALLED, reason="needs verl: make test-verl")
 def test_verl_reads_the_overrides_and_a_wrong_one_is_named():
     config = load_config("attnrl_1p5b", {"engine.verl.gpus_per_node": 3})
-    found = settings.compose(settings.overrides(config, model="M", dtype="bfloat16", learn=True))
+    found = settings.compose(settings.overrides(config, model="M", learn=True))
     assert found.trainer.n_gpus_per_node == 3
     assert found.actor_rollout_ref.actor.optim.betas == [0.9, 0.999]
     with pytest.raises(ConfigError, match=r"engine\.verl\.overrides"):

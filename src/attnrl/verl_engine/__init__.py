@@ -24,7 +24,7 @@ def check(config: Config, *, model: str, checkpoint: Path | None = None, learn: 
     from transformers import AutoConfig
 
     settings.check(config, AutoConfig.from_pretrained(model), learn=learn)
-    composed = settings.compose(settings.overrides(config, model=model, dtype="float32", learn=learn))
+    composed = settings.compose(settings.overrides(config, model=model, learn=learn))
     settings.check_servers(composed, config.engine.verl.server_gpus)
     if checkpoint is not None:
         settings.read_state(checkpoint)

@@ -62,10 +62,8 @@ class VerlBackend:
     def __init__(
         self, config: Config, *, model: str, tokenizer: Any, learn: bool = True, run_dir: Path | None = None
     ) -> None:
-        on_cpu = "trainer.device=cpu" in config.engine.verl.overrides
-        dtype = config.model.dtype
-        self.dtype = dtype if dtype != "auto" else "float32" if on_cpu else "bfloat16"
-        self.overrides = settings.overrides(config, model=model, dtype=self.dtype, learn=learn)
+        self.dtype = settings.dtype_of(config)
+        self.overrides = settings.overrides(config, model=model, learn=learn)
         self.config = settings.compose(self.overrides)
         self.options, self.budget, self.seed = config.update, config.update.microbatch_tokens, config.run.seed
         self.tokenizer, self.learns = tokenizer, learn
@@ -260,13 +258,9 @@ class VerlBackend:
 
     def _score(self, requests: Sequence[ScoreRequest], scoring: Scoring, report: ScoreReport) -> list[Scores]:
         shares = deal([len(r.prompt) + len(r.response) for r in requests], self.ranks)
+        mine = [[requests[i] for i in share] for share in shares]
         with self._phase("score"):
-            found = self._call(
-                worker.score,
-                [[requests[i] for i in share] for share in shares],
-                scoring,
-                self.budget,
-            )
+            found = self._call(worker.score, mine, scoring, self.budget)
         report.add([rank for _, rank in found])
         return in_order(shares, [scores for scores, _ in found])
 

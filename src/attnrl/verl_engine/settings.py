@@ -14,6 +14,12 @@ from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
 STATE = "verl.json"  # what the driver writes into a checkpoint
 
 
+def dtype_of(config: Config) -> str:
+    """The dtype of servers and of models in checkpoints; auto is half precision where there are GPUs."""
+    on_cpu = "trainer.device=cpu" in config.engine.verl.overrides
+    return config.model.dtype if config.model.dtype != "auto" else "float32" if on_cpu else "bfloat16"
+
+
 def max_tokens(config: Config, *, learn: bool) -> int:
     """The longest sequence a run can ask for, prompt and response, in training and in evaluation."""
     trained, measured = config.sampling, config.evaluation
@@ -48,58 +54,46 @@ def check(config: Config, model_config: Any, *, learn: bool) -> None:
             raise ConfigError(f"engine.verl.overrides: {entry!r} is not of the form key=value")
 
 
-def overrides(config: Config, *, model: str, dtype: str, learn: bool) -> list[str]:
+def overrides(config: Config, *, model: str, learn: bool) -> list[str]:
     """The settings of verl that the config means, those of engine.verl.overrides last."""
-    update, engine = config.update, config.engine.verl
-    budget, precision = update.microbatch_tokens, "bf16" if dtype == "bfloat16" else "fp32"
-    module = {
-        "+fsdp_config.mixed_precision.param_dtype": precision,
-        "use_torch_compile": False,  # of verl's own losses, which are not called
-        "fsdp_config.use_torch_compile": False,
+    update, engine, dtype = config.update, config.engine.verl, dtype_of(config)
+    precision = "bf16" if dtype == "bfloat16" else "fp32"
+    found: dict[str, Any] = {
+        "trainer.nnodes": engine.nodes,
+        "trainer.n_gpus_per_node": engine.gpus_per_node,
+        "data.max_prompt_length": config.data.max_prompt_tokens,
+        "data.max_response_length": config.sampling.max_response_tokens,
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.model.use_remove_padding": True,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": update.gradient_checkpointing == "all",
+        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",  # ours takes its place in every forward
+        "+actor_rollout_ref.model.override_config.attention_dropout": 0.0,
+        "actor_rollout_ref.actor.strategy": "fsdp2",
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": update.microbatch_tokens,
+        "actor_rollout_ref.actor.optim.lr": update.lr,
+        "actor_rollout_ref.actor.optim.weight_decay": update.weight_decay,
+        "actor_rollout_ref.actor.optim.betas": list(update.betas),
+        "actor_rollout_ref.actor.optim.clip_grad": update.max_grad_norm,
+        "actor_rollout_ref.actor.fsdp_config.model_dtype": "fp32",
+        "actor_rollout_ref.ref.fsdp_config.model_dtype": precision,
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "actor_rollout_ref.rollout.load_format": "auto",
+        "actor_rollout_ref.rollout.dtype": dtype,
+        "actor_rollout_ref.rollout.max_model_len": max_tokens(config, learn=learn),
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": True,  # verl asks for the same value as the actor's
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": update.microbatch_tokens,
     }
-    apart = {"nnodes": 1, "n_gpus_per_node": engine.server_gpus, "checkpoint_engine.backend": "nccl"}
-    sections: dict[str, dict[str, Any]] = {
-        "trainer": {"nnodes": engine.nodes, "n_gpus_per_node": engine.gpus_per_node},
-        "data": {
-            "max_prompt_length": config.data.max_prompt_tokens,
-            "max_response_length": config.sampling.max_response_tokens,
-        },
-        "actor_rollout_ref.model": {
-            "path": model,
-            "use_remove_padding": True,
-            "enable_gradient_checkpointing": update.gradient_checkpointing == "all",
-            "+override_config.attn_implementation": "sdpa",  # our attention takes its place in every forward
-            "+override_config.attention_dropout": 0.0,
-        },
-        "actor_rollout_ref.actor": {
-            "strategy": "fsdp2",
-            "use_dynamic_bsz": True,
-            "ppo_max_token_len_per_gpu": budget,
-            "optim.lr": update.lr,
-            "optim.weight_decay": update.weight_decay,
-            "optim.betas": list(update.betas),
-            "optim.clip_grad": update.max_grad_norm,
-            "fsdp_config.model_dtype": "fp32",
-            **module,
-        },
-        "actor_rollout_ref.ref": {"fsdp_config.model_dtype": precision, **module},
-        "actor_rollout_ref.rollout": {
-            "name": "vllm",
-            "tensor_model_parallel_size": 1,
-            "load_format": "auto",
-            "dtype": dtype,
-            "max_model_len": max_tokens(config, learn=learn),
-            "log_prob_use_dynamic_bsz": True,  # verl asks for the same value as the actor's
-            "log_prob_max_token_len_per_gpu": budget,
-            **(apart if engine.server_gpus else {}),
-        },
-    }
-    found = [
-        f"{'+' * key.startswith('+')}{name}.{key.removeprefix('+')}={value}"
-        for name, section in sections.items()
-        for key, value in section.items()
-    ]
-    return [*found, *engine.overrides]
+    for part in ("actor_rollout_ref.actor", "actor_rollout_ref.ref"):
+        found[f"+{part}.fsdp_config.mixed_precision.param_dtype"] = precision
+        found[f"{part}.use_torch_compile"] = False  # of verl's own losses, which are not called
+        found[f"{part}.fsdp_config.use_torch_compile"] = False
+    if engine.server_gpus:
+        found["actor_rollout_ref.rollout.nnodes"] = 1
+        found["actor_rollout_ref.rollout.n_gpus_per_node"] = engine.server_gpus
+        found["actor_rollout_ref.rollout.checkpoint_engine.backend"] = "nccl"
+    return [*(f"{key}={value}" for key, value in found.items()), *engine.overrides]
 
 
 def compose(entries: Sequence[str]) -> Any:
