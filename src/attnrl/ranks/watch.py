@@ -31,7 +31,7 @@ class Watch:
     def __init__(self, limit_s: float, say: Callable[[str], None], *, key: str, grace_s: float = 15.0) -> None:
         """`key`: where a user sets the limit. `grace_s`: from it to the error, for the traces of ranks to arrive."""
         self.limit_s, self.say, self.key, self.grace_s = limit_s, say, key, grace_s
-        self.seconds: dict[str, float] = {}  # by phase
+        self.seconds: dict[str, float] = {}  # by phase, since `metrics` was last asked
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -62,3 +62,8 @@ class Watch:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds in each phase since last asked."""
+        found, self.seconds = {f"engine/{name}_seconds": took for name, took in self.seconds.items()}, {}
+        return found

@@ -152,9 +152,7 @@ class VerlBackend:
 
     def metrics(self) -> dict[str, float]:
         """What the engine did since it was last asked; see the class."""
-        found = {f"engine/{name}_seconds": took for name, took in self.watch.seconds.items()}
-        self.watch.seconds.clear()
-        found |= self.scored.metrics() | self.servers.metrics() | self.arrival.metrics()
+        found = self.watch.metrics() | self.scored.metrics() | self.servers.metrics() | self.arrival.metrics()
         self.scored = ScoreReport()
         if not self.closed and (held := max(self._call(worker.memory))):
             found["device/peak_memory_gb"] = held
