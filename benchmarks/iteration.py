@@ -50,6 +50,13 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
     },
+    "135M": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    },
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,

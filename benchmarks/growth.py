@@ -1,0 +1,75 @@
+"""How an iteration grows with the limit of a response and with the prompts: `iteration.py` over both, in one process.
+
+    python benchmarks/growth.py --tokenizer DIR --commit HASH --out growth.json
+    python benchmarks/growth.py --shape tiny --prompts 2,4 --limits 64,128 --out growth.json      # a rehearsal
+
+Every response runs to its limit. The second iteration of each case counts: the first draws two batches of trunks and
+compiles. Written after each case as JSON; the growth of a phase is how many times its seconds grew over how many times
+the tokens did, against the case before: 1 is linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import iteration
+
+PHASES = ("generate", "score", "update", "iteration")
+
+
+def measure(prompts: int, limit: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds, tokens and memory of the second iteration."""
+    part = args.out.with_suffix(".part")
+    sys.argv = ["iteration.py", "--shape", args.shape, "--prompts", str(prompts), "--limit", str(limit)]
+    sys.argv += ["--iterations", "2", "--rows", "512", "--layers", "auto", "--out", str(part)]
+    sys.argv += ["--tokenizer", args.tokenizer] if args.tokenizer else []
+    iteration.main()
+    iteration.ENGINES.clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    found = json.loads(part.read_text())["iterations"][-1]
+    part.unlink()
+    seconds = {name: found[f"seconds/{name}"] for name in PHASES}
+    tokens = {"drawn": found["generate/tokens"], "trained": found["train/tokens"]}
+    memory = found.get("device/peak_memory_gb")
+    return {"prompts": prompts, "limit": limit, "seconds": seconds, "tokens": tokens, "peak_gb": memory}
+
+
+def growth(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
+    """By phase, how many times its seconds grew over how many times its tokens did."""
+    tokens = {name: after["tokens"][name] / before["tokens"][name] for name in ("drawn", "trained")}
+    of = {"update": "trained"}
+    return {name: after["seconds"][name] / before["seconds"][name] / tokens[of.get(name, "drawn")] for name in PHASES}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=iteration.SHAPES, default="135M")
+    parser.add_argument("--tokenizer", default=None, help="directory of a tokenizer; default: that of made-up tasks")
+    parser.add_argument("--limits", default="1024,2048,4096,8192,16384", help="at the first number of prompts")
+    parser.add_argument("--prompts", default="4,8,16,32,64", help="at the first limit")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    limits, prompts = ([int(n) for n in text.split(",")] for text in (args.limits, args.prompts))
+    cases: list[dict[str, Any]] = []
+    record = {"arguments": {k: str(v) for k, v in vars(args).items()}, "torch": torch.__version__, "cases": cases}
+    for many, limit in [(prompts[0], n) for n in limits] + [(n, limits[0]) for n in prompts[1:]]:
+        found = measure(many, limit, args)
+        before = cases[0] if [many] == prompts[1:2] else cases[-1] if cases else None
+        cases.append(found | ({"growth": growth(before, found)} if before else {}))
+        print(json.dumps(cases[-1]), flush=True)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
