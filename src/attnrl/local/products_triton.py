@@ -10,6 +10,8 @@ keep every multiprocessor reading, so K is cut into parts, whose sums the next k
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,16 @@ from torch import Tensor
 
 FEW = 64  # tokens up to which these kernels were measured to be the faster ones
 PROGRAMS = 128  # that keep the memory of a large GPU busy
-SHARED_BYTES = 220_000  # of a multiprocessor
+SPARE_BYTES = 8192  # of shared memory, for what Triton lays there beside the tiles
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that tiles of one program may fill."""
+    if device.type != "cuda":
+        return 96 * 1024
+    known: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 64 * 1024)
+    return known - SPARE_BYTES
 
 
 def fits(x_TK: Tensor) -> bool:
@@ -55,13 +66,13 @@ def _product(
 
 
 def _run(
-    x_TK: Tensor, weight_NK: Tensor, out: Tensor, parts: int, gated: bool, tile: tuple[int, int], room: int
+    x_TK: Tensor, weight_NK: Tensor, out: Tensor, parts: int, gated: bool, tile: tuple[int, int, int], room: int
 ) -> Tensor:
-    """Fills `out` in tiles of (columns, inputs a turn); `room`: bytes of inputs and weights that a program holds."""
+    """Fills `out` in tiles of (columns, inputs a turn, stages at most); `room`: bytes that a program's tiles fill."""
     tokens, width = x_TK.shape
-    columns, turn = tile
+    columns, turn, most = tile
     block = max(16, triton.next_power_of_2(tokens))
-    stages = min(6, room // ((columns * (1 + gated) + block) * turn * x_TK.element_size()))
+    stages = min(most, room // ((columns * (1 + gated) + block) * turn * x_TK.element_size()))
     _product[(triton.cdiv(out.shape[-1], columns), parts)](
         x_TK, weight_NK, out, tokens, out.shape[-1], width, x_TK.stride(0), parts, gated, block, columns, turn,
         width % turn == 0, num_warps=4, num_stages=max(2, stages),
@@ -72,7 +83,7 @@ def _run(
 def gated(x_TK: Tensor, weight_MK: Tensor) -> Tensor:
     """silu(x gate^T) * (x up^T), [T, N], for gate's N rows and then up's."""
     out_TN = x_TK.new_empty(len(x_TK), len(weight_MK) // 2)
-    return _run(x_TK, weight_MK, out_TN, 1, True, (64, 64), SHARED_BYTES // 2)
+    return _run(x_TK, weight_MK, out_TN, 1, True, (64, 64, 5), shared_bytes(x_TK.device) // 2)
 
 
 def summed_apart(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
@@ -82,4 +93,4 @@ def summed_apart(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     while parts * 2 * tiles <= PROGRAMS and parts < 8:
         parts *= 2
     out_STN = x_TK.new_empty(parts, len(x_TK), len(weight_NK), dtype=torch.float32)
-    return _run(x_TK, weight_NK, out_STN, parts, False, (64, 128), SHARED_BYTES)
+    return _run(x_TK, weight_NK, out_STN, parts, False, (64, 128, 6), shared_bytes(x_TK.device))
