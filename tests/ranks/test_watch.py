@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -26,6 +27,26 @@ def test_a_phase_past_its_limit_says_where_it_stands_and_raises(capfd):
     assert time.monotonic() - start < 20
     assert lines == ["score exceeds its limit of 0.3 s; where driver and ranks stand:"]
     assert "test_a_phase_past_its_limit" in capfd.readouterr().err  # the stack of the main thread
+
+
+def test_an_interrupt_within_the_limit_stays_one():
+    watch = Watch(60.0, print, key="limit_s")
+    with pytest.raises(KeyboardInterrupt), watch.phase("score"):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_phase_past_its_limit_ends_where_libraries_drop_errors_of_handlers():
+    """As ray.get does: of what a handler raises, it passes on KeyboardInterrupt and SystemExit alone."""
+    watch = Watch(0.2, lambda line: None, key="limit_s", grace_s=0.1)
+
+    def wait() -> None:
+        until = time.monotonic() + LIMIT
+        while time.monotonic() < until:
+            with suppress(Exception):
+                time.sleep(0.05)
+
+    with pytest.raises(TrainingError, match="update took longer than limit_s"), watch.phase("update"):
+        wait()
 
 
 def test_a_phase_within_its_limit_leaves_no_alarm_behind():

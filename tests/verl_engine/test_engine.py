@@ -27,6 +27,7 @@ from attnrl.config import Config, load_config
 from attnrl.errors import ConfigError, DataError, MissingFileError, TrainingError
 from attnrl.local.learner import Learner
 from attnrl.ranks.session import family
+from attnrl.ranks.watch import Watch
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scoring, Step, as_floats, as_ids
 from attnrl.verl_engine import build
 from attnrl.verl_engine.worker import score
@@ -274,6 +275,16 @@ def test_ranks_past_the_limit_print_where_they_stand(engine):
     said = [text for file in logs.glob("worker-*.err") if "Timeout (" in (text := file.read_text(errors="replace"))]
     assert len(said) == RANKS
     assert all("in stand_still" in text for text in said)
+
+
+def test_a_phase_past_its_limit_ends_while_the_driver_waits_for_ranks(engine):
+    """ray.get drops most errors of a signal's handler: what comes through must be the limit's."""
+    from verl_cpu_engine import stand_still
+
+    watch = Watch(1.0, lambda line: None, key="limit_s", grace_s=1.0)
+    with pytest.raises(TrainingError, match=r"score took longer than limit_s \(1 s\)"), watch.phase("score"):
+        engine._call(stand_still, 20.0)
+    assert len(engine.generate(requests(1, 1), Sampling())) == 1  # ranks and driver still understand each other
 
 
 def test_an_error_on_one_rank_ends_the_engine_with_its_cause(engine):

@@ -38,12 +38,13 @@ class Watch:
         """While open, says every minute that the phase still runs; at the limit, prints the driver's stack (the ranks
         print their own), then raises TrainingError. All this comes by alarms: in the main thread only."""
         start, main = time.monotonic(), threading.current_thread() is threading.main_thread()
-        limit_s = self.limit_s
+        limit_s, over = self.limit_s, False
 
         def alarm(*_: object) -> None:
+            nonlocal over
             took = time.monotonic() - start
-            if took >= limit_s + self.grace_s:
-                raise TrainingError(f"{name} took longer than {self.key} ({limit_s:g} s); stack traces are above")
+            if over := took >= limit_s + self.grace_s:
+                raise KeyboardInterrupt  # ray.get lets no other error of a handler through
             if took >= limit_s:
                 self.say(f"{name} exceeds its limit of {limit_s:g} s; where driver and ranks stand:")
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
@@ -57,6 +58,11 @@ class Watch:
             signal.setitimer(signal.ITIMER_REAL, min(BEAT_S, limit_s))
         try:
             yield
+        except KeyboardInterrupt:
+            if not over:
+                raise
+            message = f"{name} took longer than {self.key} ({limit_s:g} s); stack traces are above"
+            raise TrainingError(message) from None
         finally:
             if main:
                 signal.setitimer(signal.ITIMER_REAL, 0)
