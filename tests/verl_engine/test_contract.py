@@ -1,11 +1,12 @@
 """What is wrong with an installation or a config is said before anything starts."""
 
 import importlib.util
+import re
 
 import pytest
 
 from attnrl.config import load_config
-from attnrl.errors import ConfigError, MissingExtraError
+from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
 from attnrl.verl_engine import settings
 from attnrl.verl_engine.contract import CONTRACT, check_verl
 
@@ -56,12 +57,10 @@ def test_what_the_engine_does_not_do_is_refused():
     for layers in (3, "auto"):
         with pytest.raises(ConfigError, match=f"gradient_checkpointing = {layers!r} is of engine local"):
             settings.check(load_config("", {"update.gradient_checkpointing": layers}), Llama(), learn=True)
-    with pytest.raises(ConfigError, match="'verbose' is not of the form key=value"):
-        settings.check(
-            load_config("", {"engine.verl.overrides": ["verbose"], "sampling.max_response_tokens": 100}),
-            Llama(),
-            learn=True,
-        )
+    for entry in ("verbose", "=3"):
+        changed = {"engine.verl.overrides": [entry], "sampling.max_response_tokens": 100}
+        with pytest.raises(ConfigError, match=f"'{entry}' is not of the form key=value"):
+            settings.check(load_config("", changed), Llama(), learn=True)
 
 
 def test_overrides_say_what_the_config_says_and_the_users_come_last():
@@ -78,7 +77,7 @@ def test_overrides_say_what_the_config_says_and_the_users_come_last():
     for line in (
         "trainer.nnodes=2",
         "trainer.n_gpus_per_node=4",
-        "actor_rollout_ref.model.path=M",
+        "actor_rollout_ref.model.path='M'",
         "actor_rollout_ref.actor.optim.lr=3e-06",
         "actor_rollout_ref.actor.optim.clip_grad=0.5",
         "actor_rollout_ref.rollout.max_model_len=9216",
@@ -111,5 +110,79 @@ def test_verl_reads_the_overrides_and_a_wrong_one_is_named():
     found = settings.compose(settings.overrides(config, model="M", learn=True))
     assert found.trainer.n_gpus_per_node == 3
     assert found.actor_rollout_ref.actor.optim.betas == [0.9, 0.999]
-    with pytest.raises(ConfigError, match=r"engine\.verl\.overrides"):
-        settings.compose(["actor_rollout_ref.rollout.no_such_key=1"])
+    wrong = {
+        "actor_rollout_ref.rollout.no_such_key=1": "no_such_key'. To append to your config use +actor",
+        "actor_rollout_ref.rollout.dtype=${nope}": "Interpolation key 'nope' not found",
+        "actor_rollout_ref.rollout.dtype='a,b": "LexerNoViableAlt",
+    }
+    for entry, said in wrong.items():
+        with pytest.raises(ConfigError, match="engine.verl.overrides: .*" + re.escape(said)):
+            settings.compose([entry])
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs verl: make test-verl")
+@pytest.mark.parametrize("path", ["/a b/c,d", "/a=1/b(2)", "/ü/~x/#1", "/it's/{here}", "1e5", "null"])
+def test_verl_reads_a_model_path_as_it_is(path):
+    found = settings.compose(settings.overrides(load_config("attnrl_1p5b"), model=path, learn=True))
+    assert found.actor_rollout_ref.model.path == path
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs verl: make test-verl")
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("tensor_model_parallel_size", "two", "tensor_model_parallel_size = 'two' is no number"),
+        ("tensor_model_parallel_size", "0", "tensor_model_parallel_size = 0 is no number"),
+        ("max_model_len", "null", "max_model_len = None is no number"),
+        ("max_model_len", "99", "servers that read 99 tokens .* the longest prompt and response are 100 together"),
+        ("tensor_model_parallel_size", "3", "nodes x gpus_per_node = 8 is no multiple of the 3 GPUs of a server"),
+    ],
+)
+def test_servers_that_cannot_be_are_refused(key, value, said):
+    config = load_config("attnrl_1p5b", {"engine.verl.gpus_per_node": 4, "engine.verl.nodes": 2})
+    known = settings.overrides(config, model="M", learn=True)
+    settings.check_servers(settings.compose(known), 0, longest=100)
+    with pytest.raises(ConfigError, match=said):
+        settings.check_servers(settings.compose([*known, f"actor_rollout_ref.rollout.{key}={value}"]), 0, longest=100)
+
+
+def test_ranks_that_ray_would_never_place_are_refused():
+    """Each rank takes a GPU and three CPUs, those of a machine of ours together on one of Ray's."""
+    two, four = {"GPU": 2.0, "CPU": 6.0}, {"GPU": 4.0, "CPU": 12.0}
+    settings.check_room([two, {"CPU": 64.0}], [2], 0)
+    settings.check_room([two, four], [2, 2, 2], 0)
+    settings.check_room([two, four], [4], 2)
+    with pytest.raises(ConfigError, match="asks for 7 GPUs, the Ray cluster has 6"):
+        settings.check_room([two, four], [4], 3)
+    with pytest.raises(
+        ConfigError, match=r"gpus_per_node = 4 takes 4 GPUs and 12 CPUs of one machine.*2 GPUs and 6 CPUs"
+    ):
+        settings.check_room([two, two, two], [4], 0)
+    with pytest.raises(ConfigError, match=r"of 2 machines \(nodes\); Ray's have 4 GPUs and 11 CPUs; 4 "):
+        settings.check_room([{**four, "CPU": 11.0}, four], [4, 4], 0)
+
+
+def test_a_model_directory_without_weights_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(MissingFileError, match="holds no weights"):
+        settings.check_weights(str(tmp_path))
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    settings.check_weights(str(tmp_path))
+    settings.check_weights("owner/model")
+
+
+def test_a_checkpoint_that_lost_a_file_is_refused(tmp_path):
+    torch = pytest.importorskip("torch")
+    import torch.distributed.checkpoint as dcp
+
+    (tmp_path / "verl.json").write_text('{"version": 3}')
+    dcp.save({"model": {"a": torch.ones(1000), "b": torch.zeros(10)}}, checkpoint_id=tmp_path / "actor", no_dist=True)
+    assert settings.read_state(tmp_path) == {"version": 3}
+    (file,) = (tmp_path / "actor").glob("*.distcp")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(MissingFileError, match=r"distcp is missing or cut short; remove \S+ to go on from"):
+        settings.read_state(tmp_path)
+    file.unlink()
+    with pytest.raises(MissingFileError, match=r"distcp is missing or cut short"):
+        settings.read_state(tmp_path)

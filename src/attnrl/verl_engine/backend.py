@@ -175,13 +175,9 @@ class VerlBackend:
             ray.init(**{**OmegaConf.to_container(config.ray_kwargs.ray_init), "runtime_env": environment})
             self.session.note_children()
         self.ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
-        have = int(ray.cluster_resources().get("GPU", 0))
-        if have < (wanted := self.ranks + server_gpus):
-            raise ConfigError(
-                f"engine.verl: nodes x gpus_per_node + server_gpus asks for {wanted} GPUs, the Ray cluster has {have}"
-            )
         machines = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
-        pool = RayResourcePool(process_on_nodes=machines, max_colocate_count=3, name_prefix="pool")
+        settings.check_room([node["Resources"] for node in ray.nodes() if node["Alive"]], machines, server_gpus)
+        pool = RayResourcePool(process_on_nodes=machines, max_colocate_count=settings.CPUS, name_prefix="pool")
         role = "actor_rollout_ref" if self.learns and self.options.kl_weight > 0 else "actor_rollout"
         made = RayClassWithInitArgs(cls=ray.remote(worker.Worker), config=config.actor_rollout_ref, role=role)
         self.workers = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name=config.trainer.device)

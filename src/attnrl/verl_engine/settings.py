@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from attnrl.config import Config
 from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
 
 STATE = "verl.json"  # what the driver writes into a checkpoint
+CPUS = 3  # that verl has Ray set aside for each rank
 
 
 def dtype_of(config: Config) -> str:
@@ -50,8 +51,14 @@ def check(config: Config, model_config: Any, *, learn: bool) -> None:
             "max_prompt_tokens (of data, or of evaluation) or max_response_tokens (of sampling, or of evaluation)"
         )
     for entry in config.engine.verl.overrides:
-        if "=" not in entry:
+        if entry.find("=") < 1:
             raise ConfigError(f"engine.verl.overrides: {entry!r} is not of the form key=value")
+
+
+def check_weights(model: str) -> None:
+    """Raise where a model directory holds none: ranks find it out minutes later."""
+    if Path(model).is_dir() and not any(f.suffix in (".safetensors", ".bin") for f in Path(model).iterdir()):
+        raise MissingFileError(f"{model} holds no weights (*.safetensors or *.bin): copy them beside its config.json")
 
 
 def overrides(config: Config, *, model: str, learn: bool) -> list[str]:
@@ -63,7 +70,7 @@ def overrides(config: Config, *, model: str, learn: bool) -> list[str]:
         "trainer.n_gpus_per_node": engine.gpus_per_node,
         "data.max_prompt_length": config.data.max_prompt_tokens,
         "data.max_response_length": config.sampling.max_response_tokens,
-        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.model.path": "'" + model.replace("'", r"\'") + "'",  # commas and = mean something to Hydra
         "actor_rollout_ref.model.use_remove_padding": True,
         "actor_rollout_ref.model.enable_gradient_checkpointing": update.gradient_checkpointing == "all",
         "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",  # ours takes its place in every forward
@@ -101,21 +108,32 @@ def compose(entries: Sequence[str]) -> Any:
     import hydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     try:
         with hydra.initialize_config_module("verl.trainer.config", version_base=None):
             config = hydra.compose("ppo_trainer", overrides=list(entries))
         OmegaConf.resolve(config)
-    except HydraException as error:
-        raise ConfigError(f"engine.verl.overrides: {str(error).strip().splitlines()[0]}") from None
+    except (HydraException, OmegaConfBaseException) as error:  # the first lines say what is wrong and what to write
+        raise ConfigError("engine.verl.overrides: " + " ".join(str(error).split("\n")[:2]).strip()) from None
     return config
 
 
-def check_servers(composed: Any, server_gpus: int) -> None:
-    """Raise where servers on GPUs of their own cannot be: `composed` is verl's config."""
-    rollout = composed.actor_rollout_ref.rollout
-    if server_gpus % (each := rollout.tensor_model_parallel_size):
-        raise ConfigError(f"engine.verl.server_gpus = {server_gpus} is no multiple of the {each} GPUs of a server")
+def check_servers(composed: Any, server_gpus: int, *, longest: int) -> None:
+    """Raise where servers cannot be as verl's config, `composed`, has them, or read no `longest` tokens."""
+    rollout, trainer = composed.actor_rollout_ref.rollout, composed.trainer
+    each, ranks = rollout.tensor_model_parallel_size, trainer.n_gpus_per_node * trainer.nnodes
+    for key, value in (("tensor_model_parallel_size", each), ("max_model_len", rollout.max_model_len)):
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"engine.verl.overrides: {key} = {value!r} is no number of GPUs or tokens")
+    for key, gpus in (("nodes x gpus_per_node", ranks), ("server_gpus", server_gpus)):
+        if gpus % each:
+            raise ConfigError(f"engine.verl.{key} = {gpus} is no multiple of the {each} GPUs of a server")
+    if rollout.max_model_len < longest:
+        raise ConfigError(
+            f"engine.verl.overrides: servers that read {rollout.max_model_len} tokens (max_model_len) are too short: "
+            f"the longest prompt and response are {longest} together"
+        )
     if server_gpus and rollout.checkpoint_engine.backend == "nccl" and find_spec("cupy") is None:
         raise MissingExtraError(
             "engine.verl.server_gpus: verl sends weights by NCCL through cupy: pip install cupy-cuda12x, or the build "
@@ -123,10 +141,38 @@ def check_servers(composed: Any, server_gpus: int) -> None:
         )
 
 
+def check_room(nodes: Sequence[Mapping[str, float]], machines: Sequence[int], server_gpus: int) -> None:
+    """Raise where ranks and servers do not fit on Ray's nodes: Ray would wait for others, and the run for Ray."""
+    have, wanted = int(sum(node.get("GPU", 0) for node in nodes)), sum(machines) + server_gpus
+    if have < wanted:
+        raise ConfigError(
+            f"engine.verl: nodes x gpus_per_node + server_gpus asks for {wanted} GPUs, the Ray cluster has {have}"
+        )
+    each, cpus = machines[0], CPUS * machines[0]
+    room = sum(int(min(node.get("GPU", 0) // each, node.get("CPU", 0) // cpus)) for node in nodes)
+    if room < len(machines):
+        found = "; ".join(f"{node.get('GPU', 0):g} GPUs and {node.get('CPU', 0):g} CPUs" for node in nodes)
+        raise ConfigError(
+            f"engine.verl: gpus_per_node = {each} takes {each} GPUs and {cpus} CPUs of one machine, of {len(machines)} "
+            f"machines (nodes); Ray's have {found}"
+        )
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """What the driver wrote into a checkpoint; raises where this engine cannot go on from it."""
+    from torch.distributed.checkpoint import FileSystemReader
+
     for name in (STATE, "actor/.metadata"):
         if not (path / name).is_file():
             raise MissingFileError(f"{path} is no checkpoint of engine verl: {name} is missing")
+    ends: dict[str, int] = {}  # of each file of shards
+    for piece in FileSystemReader(path / "actor").read_metadata().storage_data.values():
+        ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
+    for name, end in ends.items():
+        file = path / "actor" / name
+        if not file.is_file() or file.stat().st_size < end:
+            raise MissingFileError(
+                f"{file} is missing or cut short; remove {path} to go on from the checkpoint before it"
+            )
     state: dict[str, Any] = json.loads((path / STATE).read_text())
     return state
