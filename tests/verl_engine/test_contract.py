@@ -63,6 +63,19 @@ def test_what_the_engine_does_not_do_is_refused():
             settings.check(load_config("", changed), Llama(), learn=True)
 
 
+def test_what_a_key_of_ours_decides_is_no_override():
+    """verl would print a learning rate that our loop does not take."""
+    known = {entry.split("=")[0] for entry in settings.overrides(load_config(""), model="M", learn=True)}
+    assert settings.OURS.keys() <= known
+    for entry, key in (
+        ("actor_rollout_ref.actor.optim.lr=5", "update.lr"),
+        ("++trainer.nnodes=3", "engine.verl.nodes"),
+    ):
+        changed = {"engine.verl.overrides": [entry], "sampling.max_response_tokens": 100}
+        with pytest.raises(ConfigError, match=rf"is for {re.escape(key)} to say: set that"):
+            settings.check(load_config("", changed), Llama(), learn=True)
+
+
 def test_overrides_say_what_the_config_says_and_the_users_come_last():
     changed = {
         "engine.verl.nodes": 2,

@@ -14,6 +14,17 @@ from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
 STATE = "verl.json"  # what the driver writes into a checkpoint
 CPUS = 3  # that verl has Ray set aside for each rank
 
+OURS = {  # settings of verl that a key of ours decides; some would be taken and not obeyed
+    "trainer.nnodes": "engine.verl.nodes",
+    "trainer.n_gpus_per_node": "engine.verl.gpus_per_node",
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.actor.optim.lr": "update.lr",
+    "actor_rollout_ref.actor.optim.weight_decay": "update.weight_decay",
+    "actor_rollout_ref.actor.optim.betas": "update.betas",
+    "actor_rollout_ref.actor.optim.clip_grad": "update.max_grad_norm",
+    "actor_rollout_ref.rollout.dtype": "model.dtype",
+}
+
 
 def dtype_of(config: Config) -> str:
     """The dtype of servers and of models in checkpoints; auto is half precision where there are GPUs."""
@@ -53,6 +64,8 @@ def check(config: Config, model_config: Any, *, learn: bool) -> None:
     for entry in config.engine.verl.overrides:
         if entry.find("=") < 1:
             raise ConfigError(f"engine.verl.overrides: {entry!r} is not of the form key=value")
+        if (key := entry.split("=")[0].lstrip("+~").strip()) in OURS:
+            raise ConfigError(f"engine.verl.overrides: {key} is for {OURS[key]} to say: set that")
 
 
 def check_weights(model: str) -> None:
