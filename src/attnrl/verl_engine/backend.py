@@ -51,7 +51,7 @@ class VerlBackend:
     A checkpoint holds `model/` (Hugging Face format), `actor/` (shards, for any number of ranks) and `verl.json`.
 
     Metrics of `update` are those of the local engine; those of `metrics`:
-    engine/PHASE_seconds       time in start, generate, sync, score, update, save, load
+    engine/PHASE_seconds       time in start, generate, sync, score, update, save, load, metrics
     score/...                  as of the local engine: time of the slowest rank, tokens and packs of all
     generate/shared_context    share of context tokens that a server's cache held
     sync/count                 weight syncs
@@ -154,8 +154,10 @@ class VerlBackend:
         """What the engine did since it was last asked; see the class."""
         found = self.watch.metrics() | self.scored.metrics() | self.servers.metrics() | self.arrival.metrics()
         self.scored = ScoreReport()
-        if not self.closed and (held := max(self._call(worker.memory))):
-            found["device/peak_memory_gb"] = held
+        if not self.closed:
+            with self._phase("metrics"):
+                held = max(self._call(worker.memory))
+            found |= {"device/peak_memory_gb": held} if held else {}
         return found
 
     def close(self) -> None:
