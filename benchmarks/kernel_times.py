@@ -1,4 +1,4 @@
-"""Times of the attention kernels over pages alone, by tile; `generation.py` runs it as one of its sections."""
+"""Times of the sampler's kernels alone, those of attention by tile; `generation.py` runs it as one of its sections."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import triton
 
 from attnrl.attention import paged_triton
 from attnrl.attention.pages import PAGE, cut, pages_for
+from attnrl.local import fused_triton, products_triton
 
 HEADS, KV_HEADS, DIM = 12, 2, 128
 
@@ -96,4 +97,30 @@ def prefill_times(tiny: bool, device: str) -> list[dict[str, Any]]:
         flash = torch.ops.aten._flash_attention_forward
         ms = timed(lambda: flash(q, k, v, cu, cu, length, length, 0.0, True, False, scale=0.09), device)
         out.append({"flash": True, "ms": ms, "TFLOP_s": operations / ms / 1e9})
+    return out
+
+
+def product_times(tiny: bool, device: str) -> list[dict[str, Any]]:
+    """Products of few tokens with a layer's weights beside the library's, over several layers' weights in turn."""
+    out: list[dict[str, Any]] = []
+    for name, width, inputs in (("output", 1536, 1536), ("gate, up", 8960, 1536), ("down", 1536, 8960)):
+        n, k = (64, 64) if tiny else (width, inputs)
+        gated = name == "gate, up"
+        sizes = (n * (1 + gated), k)
+        weights = [torch.randn(sizes, device=device).bfloat16() / k**0.5 for _ in range(1 if tiny else 8)]
+        for rows in (8,) if tiny else (8, 32, 64):
+            x = torch.randn(rows, k, device=device).bfloat16()
+
+            def ours(x: Any = x, weights: Any = weights, gated: bool = gated) -> None:
+                for weight in weights:
+                    (products_triton.gated if gated else products_triton.summed_apart)(x, weight)
+
+            def theirs(x: Any = x, weights: Any = weights, gated: bool = gated) -> None:
+                for weight in weights:
+                    y = torch.nn.functional.linear(x, weight)
+                    if gated:
+                        fused_triton.gate(*y.chunk(2, -1))
+
+            us = {of: 1e3 * timed(run, device) / len(weights) for of, run in (("us", ours), ("library_us", theirs))}
+            out.append({"product": name, "rows": rows, **us})
     return out
