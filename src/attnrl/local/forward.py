@@ -108,8 +108,8 @@ class Forward:
     def logits(self, tokens_T: Tensor, positions_T: Tensor, plan: Any, ends: Tensor | None) -> Tensor:
         """Next-token logits after the packed tokens `ends` of a prefill, or after every row's token."""
         if self.fused is not None:
-            hidden_TW = self.fused.hidden(tokens_T, positions_T, plan)
-            logits: Tensor = self.model.get_output_embeddings()(hidden_TW if ends is None else hidden_TW[ends])
+            hidden = self.fused.hidden(tokens_T, positions_T, plan, ends)
+            logits: Tensor = self.model.get_output_embeddings()(hidden)
             return logits
         with attending(self.model, plan):
             if ends is None:

@@ -166,8 +166,11 @@ class FusedDecoder:
             layer.qkv.release()
             layer.gate_up.release()
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: Paged) -> Tensor:
-        """Final hidden states [T, W], normed."""
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: Paged, ends: Tensor | None = None) -> Tensor:
+        """Final hidden states, normed: [T, W], or those of the tokens `ends` alone.
+
+        Of other tokens the last layer leaves keys and values, and what follows its attention is not computed.
+        """
         kernels = self.kernels
         x_TW = self.base.embed_tokens(tokens_T)
         cos, sin = self.base.rotary_emb(x_TW[None], position_ids=positions_T[None])
@@ -183,6 +186,8 @@ class FusedDecoder:
             plan.stored(i)
             q_THD = q_TX.unflatten(1, (layer.heads, layer.dim))
             seen_TX = plan.read(i, q_THD, *self.settings[i])
+            if ends is not None and i == len(self.layers) - 1:
+                x_TW, seen_TX = x_TW[ends], seen_TX[ends]
             norm = layer.module.post_attention_layernorm
             seen = self._summed(attention.o_proj, seen_TX)
             x_TW, normed_TW = kernels.add_norm(x_TW, seen, norm.weight, norm.variance_epsilon)
