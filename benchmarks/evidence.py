@@ -91,14 +91,15 @@ class Queue:
         varied = {key: json.loads(value)} if key else {}
         return {**fixed, "update.lr": cell.rate, "run.seed": cell.seed, **varied}
 
-    def cells(self, stage: str, rows: list[dict[str, Any]]) -> list[Cell]:
-        """The cells of a stage, seed by seed, so that an early stop leaves whole seeds."""
+    def cells(self, stage: str, rows: list[dict[str, Any]], only: Sequence[str] = ()) -> list[Cell]:
+        """The cells of a stage, of all its presets or `only` some, seed by seed: an early stop leaves whole seeds."""
         wanted = self.stages[stage]
         knobs = [f"{key}={json.dumps(v)}" for key, values in wanted.get("vary", {}).items() for v in values] or [""]
         return [
             Cell(stage, preset, seed, rate, knob)
             for seed in wanted["seeds"]
             for preset in wanted["presets"]
+            if not only or preset in only
             for rate in self.rates_of(stage, preset, rows)
             for knob in knobs
         ]
@@ -261,6 +262,8 @@ def held(path: Path) -> Iterator[bool]:
 def run_queue(args: argparse.Namespace) -> None:
     queue, end = read_queue(args.queue), time.time() + args.seconds
     runs = args.runs or Path("runs/evidence") / queue.name
+    if unknown := set(args.presets) - {preset for stage in args.stage for preset in queue.stages[stage]["presets"]}:
+        raise SystemExit(f"{args.queue}: no stage of {args.stage} has the presets {sorted(unknown)}")
     warm_up(queue)
     collect(queue.name, runs)
     for old in runs.glob("*.failed"):
@@ -268,7 +271,7 @@ def run_queue(args: argparse.Namespace) -> None:
     for stage in args.stage:
         rows = read_rows(queue.name)
         done = {Cell(**row["cell"]) for row in rows}
-        cells = [c for c in queue.cells(stage, rows) if c not in done]
+        cells = [c for c in queue.cells(stage, rows, args.presets) if c not in done]
         stop_at = min(end, time.time() + queue.stages[stage].get("seconds", args.seconds))
         at_once = queue.stages[stage].get("workers", args.workers)
         print(f"{stage}: {len(cells)} cells to run, {at_once} at once", flush=True)
@@ -294,6 +297,7 @@ def main() -> None:
     queue = verbs.add_parser("run", help="run what is missing of a queue")
     queue.add_argument("queue", type=Path)
     queue.add_argument("--stage", nargs="+", default=["sweep", "main"])
+    queue.add_argument("--presets", nargs="+", default=[], help="of the stages' presets only these")
     queue.add_argument("--workers", type=int, default=1)
     queue.add_argument("--runs", type=Path, help="folder of run directories; by default runs/evidence/NAME")
     queue.add_argument("--seconds", type=float, default=1e9, help="start no further cell after so many")

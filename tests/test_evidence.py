@@ -60,6 +60,7 @@ class TestQueue:
         swept = [Cell("sweep", p, 100, r) for p in "ab" for r in (0.1, 0.2)]
         assert queue.cells("sweep", []) == swept
         assert queue.cells("main", self.rows) == [Cell("main", p, seed, 0.2) for seed in (0, 1) for p in "ab"]
+        assert queue.cells("main", self.rows, only=["b"]) == [Cell("main", "b", seed, 0.2) for seed in (0, 1)]
         (fixed,) = queue.cells("fixed", [])
         assert queue.overrides(fixed) == {"algo.points": 3, "update.lr": 0.5, "run.seed": 0}
 
