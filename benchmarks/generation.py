@@ -291,6 +291,7 @@ class Bench:
     def mixed(self) -> dict[str, Any]:
         """Lengths drawn like long-tailed responses, scaled so that the longest reach the limit."""
         limit, count = 8192 // self.scale, 1024 // self.scale
+        self.compile("1.5B")
         drawn = self.rng.lognormal(np.log(MEAN * limit) - SIGMA**2 / 2, SIGMA, count)
         drawn = np.clip(drawn, 64 // self.scale, limit).astype(int)
         rows = contexts(count, 128 // self.scale, 0, self.vocabulary, self.rng)

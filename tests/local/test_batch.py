@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from attnrl.attention.pages import PAGE
 from attnrl.errors import TrainingError
 from attnrl.local.batch import PagedBatch
+from attnrl.local.rows import RowTable
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Rollout, Sampling, as_ids
 
@@ -115,6 +116,17 @@ def test_pages_held_are_little_more_than_tokens_alive() -> None:
     stats = sampler.stats
     assert 0 < stats.cache_live_bytes < stats.cache_peak_bytes
     assert stats.cache_peak_bytes - stats.cache_live_bytes <= 10 * PAGE_BYTES
+
+
+def test_the_longer_rows_are_the_rarer_the_looks() -> None:
+    """Looks after 16 steps until the rows have drawn 544 tokens in the mean, then after 17 and, from 2,048 on, 64."""
+    table = RowTable([Request(as_ids([1]), 4000, 0), Request(as_ids([1]), 100, 1)], 2, np.zeros(VOCABULARY, np.bool_))
+    table.count, table.request[:] = 2, [0, 1]
+    for drawn, most, steps in ((1, 64, 16), (1, 7, 7), (543, 64, 16), (544, 64, 17), (3000, 64, 64), (3990, 64, 10)):
+        table.drawn[:] = drawn
+        assert table.steps(most) == steps
+    table.drawn[:] = [1000, 88]
+    assert table.steps(64) == 17
 
 
 def test_a_call_that_breaks_off_leaves_the_next_one_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ class Setup:
     rows: int  # most that run at once
     prefill_tokens: int  # of one forward over contexts
     cache_bytes: int | None  # None: a share of what is free
-    check_every: int = 1  # decode steps between two looks for finished rows
+    check_every: int = 1  # most decode steps between two looks for finished rows
     cuda_graphs: bool = False
 
     @property

@@ -60,9 +60,14 @@ class RowTable:
         return ended_R
 
     def steps(self, most: int) -> int:
-        """Tokens to draw until the next look: `most`, or what the row that has the most left may draw."""
-        left = self.limits[self.request[: self.count]] - self.drawn[: self.count]
-        return min(most, int(left.max()))
+        """Tokens to draw until the next look: `most`, or what the row that has the most left may draw, if that is less.
+
+        A look costs about a step, and a row that ends runs on until the next one. So the next comes after a 32nd of
+        what the rows have drawn in the mean, at least 16: half of that is lost by a row that ends.
+        """
+        drawn = self.drawn[: self.count]
+        left = self.limits[self.request[: self.count]] - drawn
+        return min(most, int(left.max()), max(16, int(drawn.mean()) // 32))
 
     def advance(self, ids_RC: Ints, logprobs_RC: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Keeps what all running rows have drawn; returns which have ended, bool [R]."""
