@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import attnrl
+from attnrl.config import load_config
 from attnrl.errors import MissingFileError
-from attnrl.local.models import load_tokenizer
+from attnrl.launch.models import check_model
+from attnrl.local.models import check_model_path, load_tokenizer
 
 DEMO = Path(str(resources.files("attnrl"))) / "assets" / "demo_model"
 
@@ -27,6 +30,23 @@ def test_a_model_directory_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
     shutil.copy(DEMO / "tokenizer_config.json", tmp_path)
     assert len(load_tokenizer(tmp_path)) == len(load_tokenizer(DEMO))
+
+
+def test_a_model_directory_without_weights_is_refused_before_a_run_begins(tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    said = r"model holds no weights \(\*\.safetensors or \*\.bin\): copy them beside its config\.json"
+    with pytest.raises(MissingFileError, match=said):
+        attnrl.train("demo", tmp_path / "run", overrides={"model.path": str(tmp_path / "model")})
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(MissingFileError, match=said):
+        check_model(str(tmp_path / "model"), load_config("demo", {"engine.name": "verl"}))
+    own = load_config("demo", {"engine.name": "mine:factory"})  # may keep its weights in its own way
+    assert check_model(str(tmp_path / "model"), own) == str(tmp_path / "model")
+    for name in ("model-00001-of-00002.safetensors", "pytorch_model.bin"):
+        (tmp_path / "model" / name).touch()
+        assert check_model_path(tmp_path / "model") == str(tmp_path / "model")
+        (tmp_path / "model" / name).unlink()
+    assert check_model_path("owner/model") == "owner/model"
 
 
 def test_a_hub_model_that_cannot_be_had_is_said_at_once(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def disrupt(
         raise ConfigError(f"engine.name = {config.engine.name!r}: hiding a step from later text needs the local engine")
     bound = check_parts(config)
     model = pin_model(model, say, begun_with(output))
-    engine, rewards, path = find_engine(config), open_rewards(config), check_model(model)
+    engine, rewards, path = find_engine(config), open_rewards(config), check_model(model, config)
     check_taken(config, rewards.takes | FCI_KEYS)
     records, samples = evaluation_records(config), evaluation_samples(config)
     tokenizer = load_tokenizer(path)

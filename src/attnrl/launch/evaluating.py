@@ -63,7 +63,7 @@ def evaluate(
     if output is not None:
         check_no_run(Path(output))
     model = pin_model(model, say, begun_with(output))
-    engine, rewards, path = find_engine(config), open_rewards(config), check_model(model)
+    engine, rewards, path = find_engine(config), open_rewards(config), check_model(model, config)
     check_taken(config, rewards.takes)
     check_samples(evaluation_samples(config), config.evaluation.ks)
     records = evaluation_records(config)

@@ -171,8 +171,8 @@ def pin_model(name: str, say: Callable[[str], None], begun: str = "") -> str:
     return str(path)
 
 
-def check_model(name: str) -> str:
-    """Where a model is; raises where a local path holds none. Loads nothing."""
+def check_model(name: str, config: Config) -> str:
+    """Where a model is; raises where a local path holds none, or no weights for an engine of ours. Loads nothing."""
     from attnrl.local.models import check_model_path
 
     path = newest_model(name)
@@ -182,7 +182,7 @@ def check_model(name: str) -> str:
         raise MissingFileError(
             f"no model {path}: the run {run} keeps its newest checkpoints alone (run.keep_checkpoints); it has {there}"
         )
-    return check_model_path(path)
+    return check_model_path(path, weights=config.engine.name in ENGINES)
 
 
 def run_of(model: str) -> Path | None:

@@ -75,7 +75,7 @@ def score(
 
     bound = check_parts(config)
     check_taken(config, taken_by(config, bound) | FCI_KEYS)
-    engine, path = find_engine(config), check_model(str(model))
+    engine, path = find_engine(config), check_model(str(model), config)
     rows = [as_row(number, row) for number, row in enumerate(responses, start=1)]
     tokenizer = load_tokenizer(path)
     segment, vocabulary = segmenting(bound, tokenizer), vocabulary_of(path, tokenizer)

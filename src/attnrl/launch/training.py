@@ -176,7 +176,7 @@ def make_ready(config: Config) -> Ready:
     """What a config names; raises where something is not there, does not fit, or is set and taken by nothing."""
     bound, rewards, _ = check_named(config)
     check_trackers(config.run.trackers)
-    return Ready(bound, find_engine(config), rewards, check_model(config.model.path))
+    return Ready(bound, find_engine(config), rewards, check_model(config.model.path, config))
 
 
 def check_named(config: Config) -> tuple[dict[str, partial[Any]], Rewards, set[str]]:

@@ -46,12 +46,18 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def check_model_path(name_or_path: str | Path) -> str:
-    """The name as a string; raises when it is a local path without a model in it. Loads nothing."""
+def check_model_path(name_or_path: str | Path, *, weights: bool = True) -> str:
+    """The name as a string; raises when it is a local path without a model in it, with its `weights` or, where an
+    engine keeps them in its own way, without. Loads nothing.
+    """
     name = os.path.expanduser(str(name_or_path))
     if Path(name).is_dir():
         if not Path(name, "config.json").is_file():
             raise MissingFileError(f"{name} holds no config.json: a Hugging Face model directory is needed")
+        if weights and not any(file.suffix in (".safetensors", ".bin") for file in Path(name).iterdir()):
+            raise MissingFileError(
+                f"{name} holds no weights (*.safetensors or *.bin): copy them beside its config.json"
+            )
         return name
     looks_local = name.startswith((".", "/")) or name.count("/") != 1 or isinstance(name_or_path, Path)
     if looks_local or name.startswith("runs/"):  # where our own commands write

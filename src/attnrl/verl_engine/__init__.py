@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 
 
 def check(config: Config, *, model: str, checkpoint: Path | None = None, learn: bool = True) -> None:
-    """Raise what can be known to be wrong before anything starts: the installed verl, a model without weights, lengths
-    against the model's and the servers', settings of verl that it does not know, the checkpoint a run goes on from.
+    """Raise what can be known to be wrong before anything starts: the installed verl, lengths against the model's and
+    the servers', settings of verl that it does not know, the checkpoint a run goes on from.
     """
     from attnrl.verl_engine import settings
     from attnrl.verl_engine.contract import check_verl
 
     check_verl()
-    settings.check_weights(model)
     from transformers import AutoConfig
 
     settings.check(config, AutoConfig.from_pretrained(model), learn=learn)

@@ -68,12 +68,6 @@ def check(config: Config, model_config: Any, *, learn: bool) -> None:
             raise ConfigError(f"engine.verl.overrides: {key} is for {OURS[key]} to say: set that")
 
 
-def check_weights(model: str) -> None:
-    """Raise where a model directory holds none: ranks find it out minutes later."""
-    if Path(model).is_dir() and not any(f.suffix in (".safetensors", ".bin") for f in Path(model).iterdir()):
-        raise MissingFileError(f"{model} holds no weights (*.safetensors or *.bin): copy them beside its config.json")
-
-
 def overrides(config: Config, *, model: str, learn: bool) -> list[str]:
     """The settings of verl that the config means, those of engine.verl.overrides last."""
     update, engine, dtype = config.update, config.engine.verl, dtype_of(config)
