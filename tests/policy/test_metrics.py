@@ -50,3 +50,14 @@ def test_so_many_skipped_updates_in_a_row_stop_the_run() -> None:
     counters.skip(3)
     with pytest.raises(TrainingError, match="3 updates in a row"):
         counters.skip(3)
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf")])
+def test_a_step_left_out_adds_nothing_but_itself(norm: float) -> None:
+    metrics, counters = UpdateMetrics(), Counters()
+    metrics.add_step(part(6.0, 2, 1.5), 0.5, counters, 2)
+    metrics.add_step(part(float("nan"), 4, 9.0), norm, counters, 2)
+    assert (metrics.norms, metrics.skipped, metrics.tokens, metrics.total("loss")) == ([0.5], 1, 2, 6.0)
+    assert counters == Counters(updates=1, skipped=1, skipped_in_a_row=1)
+    with pytest.raises(TrainingError, match="2 updates in a row"):
+        metrics.add_step(part(6.0, 2, 1.5), norm, counters, 2)

@@ -18,6 +18,7 @@ from attnrl.local.learner import Learner
 from attnrl.local.models import add_lora, is_lora, load_weights, plain, quiet
 from attnrl.local.sampler import Sampler
 from attnrl.local.vllm_sampler import VllmSampler
+from attnrl.policy.metrics import peak_memory
 from attnrl.scoring import ScoreReport, score
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
 
@@ -102,9 +103,8 @@ class LocalBackend:
         """Metrics of what sampler, scorer and device did since the last call of this; they start anew."""
         metrics = self.scored.metrics() | self.sampler.metrics()
         self.scored = ScoreReport()
-        if self.device.type == "cuda":
-            metrics["device/peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if held := peak_memory(self.device):
+            metrics["device/peak_memory_gb"] = held
         return metrics
 
     def close(self) -> None:

@@ -184,15 +184,12 @@ class Learner:
         """One optimizer step, or none where loss or gradient is not finite."""
         here = self._accumulate(samples, packs, old)
         norm = self.optimizer.gradient_norm()
-        if bool(torch.isfinite(norm)) and math.isfinite(here.total("loss")):
+        finite = bool(torch.isfinite(norm)) and math.isfinite(here.total("loss"))
+        if finite:
             self.optimizer.step(self.learning_rate(), norm)
-            self.counters.made()
-            metrics.add(here)
-            metrics.norms.append(norm.item())
-            return
-        self.optimizer.zero_grad()
-        metrics.skipped += 1
-        self.counters.skip(self.options.max_bad_updates)
+        else:
+            self.optimizer.zero_grad()
+        metrics.add_step(here, norm.item() if finite else math.nan, self.counters, self.options.max_bad_updates)
 
     def _accumulate(
         self, samples: Sequence[Sample], packs: Sequence[Sequence[int]], old: dict[int, Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from attnrl.policy.objective import LossSums
 from attnrl.policy.packing import Pack
+from attnrl.policy.rates import Counters
 
 COUNTS = ("tokens", "units", "forward_tokens", "path_tokens", "microbatches")
 
@@ -65,6 +67,17 @@ class UpdateMetrics:
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
+    def add_step(self, here: UpdateMetrics, norm: float, counters: Counters, most: int) -> None:
+        """Count one minibatch: with its sums where a step was made, as left out where the gradient norm is not finite;
+        raises at `most` left out in a row."""
+        if math.isfinite(norm):
+            counters.made()
+            self.add(here)
+            self.norms.append(norm)
+        else:
+            self.skipped += 1
+            counters.skip(most)
+
     def total(self, name: str) -> float:
         return float(self.sums[name]) if name in self.sums else 0.0
 
@@ -89,3 +102,12 @@ class UpdateMetrics:
             "train/forward_tokens": float(self.forward_tokens),
             "train/microbatches": float(self.microbatches),
         }
+
+
+def peak_memory(device: torch.device) -> float:
+    """Most device memory held since last asked, GB: metric `device/peak_memory_gb`; 0 without a GPU."""
+    if device.type != "cuda":
+        return 0.0
+    held: float = torch.cuda.max_memory_allocated(device) / 1e9
+    torch.cuda.reset_peak_memory_stats(device)
+    return held
