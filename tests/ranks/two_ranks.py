@@ -12,6 +12,8 @@ resume   the checkpoint, and the third update
 fresh    a checkpoint before any update, and the checkpoint again
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
@@ -19,6 +21,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -35,7 +38,7 @@ from attnrl.policy.metrics import UpdateMetrics
 from attnrl.policy.objective import objective
 from attnrl.policy.passes import Passes, minibatches
 from attnrl.policy.rates import Counters
-from attnrl.ranks import sharded, weights
+from attnrl.ranks import sharded, verbs, weights
 from attnrl.ranks.share import share_packs
 from attnrl.types import Sample, ScoreRequest, Scoring, Step, as_floats, as_ids
 
@@ -76,13 +79,13 @@ def equal(model: str) -> dict:
     found, _ = sharded.score(module, [asked[i] for i in mine], Scoring(delta=1), token_budget=64, device=CPU)
     gaps = [np.abs(a.logprobs - wanted[i].logprobs).max() for i, a in zip(mine, found, strict=True)]
     gaps += [np.abs(a.fci - wanted[i].fci).max() for i, a in zip(mine, found, strict=True)]
-    rank = sharded.Rank(Passes(OPTIONS, objective(OPTIONS)), CPU)
+    rank = sharded.Rank(SimpleNamespace(module=module), None, Passes(OPTIONS, objective(OPTIONS)), CPU, sync)
     module.train()
     for _ in range(2):  # a second time: what the first left behind must not matter
         module.zero_grad()
-        minibatch = rank.lay_out([[SAMPLES[i]] for i in mine], share=False)
+        minibatch = rank.lay_out([[SAMPLES[i]] for i in mine])
         rank.logprobs(module, minibatch)
-        metrics = rank.learn(module, minibatch, sync=sync)
+        metrics = rank.learn(minibatch)
     loss, units = sharded.over_ranks([metrics.total("loss"), metrics.units], CPU)
     local = Learner(plain, options=OPTIONS).accumulate(SAMPLES, [list(range(len(SAMPLES)))])
     pairs = list(zip(module.parameters(), plain.parameters(), strict=True))
@@ -95,13 +98,12 @@ def equal(model: str) -> dict:
 
 
 class Trained:
-    """One sharded policy and its optimizer, as ranks are given them."""
+    """One sharded policy and its optimizer, as ranks are given them; also the worker that is asked."""
 
-    def __init__(self, model: str, options: UpdateConfig = OPTIONS) -> None:
-        self.module, self.rank = shard(model), sharded.Rank(Passes(options, objective(options)), CPU)
-        sharded.prepare(self.module)
+    def __init__(self, model: str, options: UpdateConfig = OPTIONS, reference: Trained | None = None) -> None:
+        self.module = shard(model)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1.0, weight_decay=0.1)
-        sharded.decay_matrices_alone(self.optimizer)
+        self.ours = sharded.make_rank(self, reference, Passes(options, objective(options)), CPU, sync)
         self.counters = Counters()
 
     def eval_mode(self) -> nullcontext:
@@ -120,12 +122,12 @@ class Trained:
         return norm
 
     def checksum(self) -> tuple[float, float]:
-        return weights.checksum(self.module, "bfloat16", CPU)
+        return verbs.checksum(self, "bfloat16")
 
-    def update(self, samples=SAMPLES, plan=(ALL,), reference=None) -> UpdateMetrics:
+    def update(self, samples=SAMPLES, plan=(ALL,)) -> UpdateMetrics:
         ranks, rank = dist.get_world_size(), dist.get_rank()
         dealt = [share_packs(samples, rows, ranks, 64, share=False)[rank] for rows in plan]
-        return self.rank.update(self, reference, dealt, self.counters, sync=sync)
+        return verbs.update(self, dealt, self.counters)[0]
 
     def told(self) -> dict:
         """One update: loss over all ranks, gradient norm, weights after it."""
@@ -144,9 +146,10 @@ def moved(module):
 
 def update(model: str) -> dict:
     options = UpdateConfig(**KEYS, kl_weight=0.05, importance_cap=2.0, minibatches=3)
-    policy, reference = Trained(model, options), Trained(model, options)
+    reference = Trained(model, options)
     moved(reference.module)
-    metrics = policy.update(SAMPLES, minibatches(SAMPLES, options, seed=0, version=0), reference)
+    policy = Trained(model, options, reference)
+    metrics = policy.update(SAMPLES, minibatches(SAMPLES, options, seed=0, version=0))
     names = ("kl", "surrogate", "entropy", "behaviour_kl", "importance_weight")
     loss, units, tokens, *totals = sharded.over_ranks(
         [metrics.total("loss"), metrics.units, metrics.tokens, *map(metrics.total, names)], CPU

@@ -6,8 +6,10 @@ Two ranks, gradient checkpointing on, and a token budget so small that ranks get
 from __future__ import annotations
 
 import importlib.util
+import socket
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +28,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnrl.config import Config, load_config
 from attnrl.errors import ConfigError, DataError, MissingFileError, TrainingError
 from attnrl.local.learner import Learner
+from attnrl.ranks import verbs
+from attnrl.ranks.machines import seeing
 from attnrl.ranks.session import family
 from attnrl.ranks.watch import Watch
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scoring, Step, as_floats, as_ids
 from attnrl.verl_engine import build
-from attnrl.verl_engine.worker import score
 from tiny_llama import make_model
 
 RANKS = 2
@@ -206,10 +209,11 @@ def test_a_checkpoint_brings_back_weights_optimizer_and_counters(engine, tmp_pat
 
 
 def test_a_machine_that_does_not_see_the_run_directory_is_named(engine, tmp_path):
-    assert len(engine._look(tmp_path)) == 1
+    look = partial(engine._call, verbs.look)
+    assert seeing(look, [tmp_path], tmp_path) == {socket.gethostname()}
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match=r"machine \S+ does not see \S+nowhere.*file system"):
-        engine._seen([tmp_path / "nowhere"])
+        seeing(look, [tmp_path / "nowhere"], tmp_path)
 
 
 def test_one_request_and_one_sample_on_two_ranks(engine):
@@ -294,7 +298,7 @@ def test_an_error_on_one_rank_ends_the_engine_with_its_cause(engine):
     bad = ScoreRequest(as_ids([5]), as_ids([999]), (Step(0, 1),))
     start = time.monotonic()
     with pytest.raises(TrainingError, match="DataError: response of request 0: token id 999"), engine._phase("score"):
-        engine._call(score, [[good], [bad]], SCORING, 100)
+        engine._call(verbs.score, [[good], [bad]], SCORING, 100)
     assert time.monotonic() - start < 120
     assert engine.closed
     assert len(processes) > 5

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from attnrl import scoring
-from attnrl.attention.decoder import check_head, lone_from
+from attnrl.attention.decoder import check_head, check_model, lone_from
 from attnrl.attention.trie import bins_by_budget
 from attnrl.policy.logprobs import pack_attention
 from attnrl.policy.metrics import UpdateMetrics
@@ -127,41 +127,40 @@ def score(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rank:
-    """One rank of those that learn together. Microbatches without rows are fillers."""
+    """One rank of those that score and learn together. Microbatches without rows are fillers."""
 
+    policy: Policy
+    reference: Policy | None  # the frozen one, where there is a KL weight
     passes: Passes
     device: torch.device
+    sync: Sync
 
-    def update(
-        self,
-        policy: Policy,
-        reference: Policy | None,
-        minibatches: Sequence[Sequence[Sequence[Sample]]],
-        counters: Counters,
-        *,
-        sync: Sync,
-    ) -> UpdateMetrics:
+    @property
+    def shares(self) -> bool:
+        """Whether prefixes that samples share are run over once."""
+        return self.passes.shares(self.policy.module)
+
+    def update(self, minibatches: Sequence[Sequence[Sequence[Sample]]], counters: Counters) -> UpdateMetrics:
         """One optimizer step for each minibatch, of which this rank holds microbatches: its metrics, on the host.
 
-        `reference`: the frozen policy, where there is a KL weight. Paper: Eq. 1.
+        Paper: Eq. 1.
         """
-        share = self.passes.shares(policy.module)
-        laid_out = [self.lay_out(packs, share=share) for packs in minibatches]
+        laid_out = [self.lay_out(packs) for packs in minibatches]
         nothing = [None] * len(laid_out)
-        known = self._known(reference, laid_out) if reference is not None else nothing
-        old = self._known(policy, laid_out) if self.passes.objective.needs_old else nothing
+        known = self._known(self.reference, laid_out) if self.reference is not None else nothing
+        old = self._known(self.policy, laid_out) if self.passes.objective.needs_old else nothing
         metrics = UpdateMetrics()
-        with policy.train_mode():
+        with self.policy.train_mode():
             for one in zip(laid_out, known, old, strict=True):
-                policy.optimizer_zero_grad()
-                here = self.learn(policy.module, *one, sync=sync)
-                self._step(policy, here, counters, metrics)
+                self.policy.optimizer_zero_grad()
+                self._step(self.learn(*one), counters, metrics)
         metrics.sums = {name: value.cpu() for name, value in metrics.sums.items()}
         metrics.ratio_max = None if metrics.ratio_max is None else metrics.ratio_max.cpu()
         return metrics
 
-    def lay_out(self, packs: Sequence[Sequence[Sample]], *, share: bool) -> list[Pack]:
+    def lay_out(self, packs: Sequence[Sequence[Sample]]) -> list[Pack]:
         """This rank's microbatches of one minibatch on the device, filled up to as many as others; a collective."""
+        share = self.shares
         mine = [pack(samples, range(len(samples)), self.device, share_prefixes=share) for samples in packs]
         filler = replace(pack([FILLER], [0], self.device), rows=())
         return mine + [filler] * idle(len(mine), self.device)
@@ -174,18 +173,13 @@ class Rank:
         return found
 
     def learn(
-        self,
-        module: Any,
-        packs: Sequence[Pack],
-        reference: Sequence[Tensor] | None = None,
-        old: Sequence[Tensor] | None = None,
-        *,
-        sync: Sync,
+        self, packs: Sequence[Pack], reference: Sequence[Tensor] | None = None, old: Sequence[Tensor] | None = None
     ) -> UpdateMetrics:
-        """Gradients of one minibatch, left in the module; the metrics are this rank's.
+        """Gradients of one minibatch, left in the policy's module; the metrics are this rank's.
 
         `reference`, `old`: log-probs of the frozen policy and of the learner before the update, by microbatch.
         """
+        module = self.policy.module
         units = over_ranks([sum(self.passes.objective.units(p.counts) for p in packs if p.rows)], self.device)[0]
         metrics = UpdateMetrics()
         for i, p in enumerate(packs):
@@ -197,7 +191,7 @@ class Rank:
 
             # FSDP2 takes the mean over ranks, the loss is a mean over the units of all ranks
             weight = dist.get_world_size() / units if p.rows else 0.0
-            with sync(is_last_micro_batch=i == len(packs) - 1), pack_attention(module, p):
+            with self.sync(is_last_micro_batch=i == len(packs) - 1), pack_attention(module, p):
                 loss, sums = module.attnrl_inside(work)
                 (loss * weight).backward()
             if p.rows:
@@ -209,16 +203,22 @@ class Rank:
         with policy.eval_mode():
             return [self.logprobs(policy.module, packs) for packs in laid_out]
 
-    def _step(self, policy: Policy, here: UpdateMetrics, counters: Counters, metrics: UpdateMetrics) -> None:
+    def _step(self, here: UpdateMetrics, counters: Counters, metrics: UpdateMetrics) -> None:
         """One optimizer step, or none where loss or gradient is not finite; all ranks decide the same."""
-        for group in policy.optimizer.param_groups:
+        for group in self.policy.optimizer.param_groups:
             group["lr"] = learning_rate(self.passes.options, counters.updates)
         finite = math.isfinite(over_ranks([here.total("loss")], self.device)[0])
-        norm = policy.optimizer_step() if finite else math.nan
-        if math.isfinite(norm):
-            counters.made()
-            metrics.add(here)
-            metrics.norms.append(norm)
-        else:
-            metrics.skipped += 1
-            counters.skip(self.passes.options.max_bad_updates)
+        norm = self.policy.optimizer_step() if finite else math.nan
+        metrics.add_step(here, norm, counters, self.passes.options.max_bad_updates)
+
+
+def make_rank(policy: Policy, reference: Policy | None, passes: Passes, device: torch.device, sync: Sync) -> Rank:
+    """This rank over a policy as an engine built it: checked, prepared, and with the local engine's weight decay."""
+    check_model(policy.module)
+    with policy.eval_mode():
+        prepare(policy.module)
+    if reference is not None:  # the same model; its weights may lie in host memory
+        prepare(reference.module, check=False)
+    if policy.optimizer is not None:
+        decay_matrices_alone(policy.optimizer)
+    return Rank(policy, reference, passes, device, sync)

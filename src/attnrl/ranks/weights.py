@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from attnrl.errors import MissingFileError
 from attnrl.ranks.sharded import over_ranks
 
 
@@ -30,6 +31,21 @@ def save_shards(folder: Path, module: Any, optimizer: Any) -> None:
     if optimizer is not None and optimizer.state:  # torch would make one by a step, and count that step
         state["optimizer"] = get_optimizer_state_dict(module, optimizer)
     dcp.save(state, checkpoint_id=folder)
+
+
+def check_shards(folder: Path) -> None:
+    """Raise where what `save_shards` wrote is not there, or not all of it; for the driver, before anything starts."""
+    if not (folder / ".metadata").is_file():
+        raise MissingFileError(f"{folder} holds no shards of weights: {folder.name}/.metadata is missing")
+    ends: dict[str, int] = {}  # of each file of shards
+    for piece in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
+        ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
+    for name, end in ends.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size < end:
+            raise MissingFileError(
+                f"{file} is missing or cut short; remove {folder.parent} to go on from the checkpoint before it"
+            )
 
 
 def load_shards(folder: Path, module: Any, optimizer: Any) -> None:

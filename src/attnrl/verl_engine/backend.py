@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import ray
@@ -23,7 +23,9 @@ from attnrl.data.texts import stop_token_ids
 from attnrl.errors import AttnRLError, ConfigError, MissingFileError, TrainingError
 from attnrl.policy.passes import minibatches
 from attnrl.policy.rates import Counters, learning_rate
+from attnrl.ranks import verbs
 from attnrl.ranks.arrival import Arrival
+from attnrl.ranks.machines import seeing
 from attnrl.ranks.session import Session
 from attnrl.ranks.share import deal, in_order, share_packs
 from attnrl.ranks.watch import Watch
@@ -119,11 +121,11 @@ class VerlBackend:
         shares = [[minibatch[rank] for minibatch in dealt] for rank in range(self.ranks)]
         lr = learning_rate(self.options, self.counters.updates)
         with self._phase("update"):
-            (metrics, self.counters), *others = self._call(worker.update, shares, self.counters)
+            (metrics, self.counters), *others = self._call(verbs.update, shares, self.counters)
             for other, _ in others:  # norms, skipped updates and counters are the same on every rank
                 metrics.add(other)
             if metrics.norms:
-                self.arrival.updated(self._call(worker.checksum, self.dtype)[0], update=self.version + 1, lr=lr)
+                self.arrival.updated(self._call(verbs.checksum, self.dtype)[0], update=self.version + 1, lr=lr)
         self.version += 1
         lr = learning_rate(self.options, self.counters.updates)
         found: dict[str, float] = metrics.summary(lr=lr, samples=sum(map(len, plan)))
@@ -135,7 +137,7 @@ class VerlBackend:
             raise MissingFileError(f"no directory {path} to save into")
         self._sleep()
         with self._phase("save"):
-            self._call(worker.save, str(path.absolute()), self.dtype)
+            self._call(verbs.save, str(path.absolute()), self.dtype)
         self.tokenizer.save_pretrained(path / "model")
         state = {"version": self.version, "ranks": self.ranks, "counters": asdict(self.counters)}
         (path / settings.STATE).write_text(json.dumps({**state, "overrides": self.overrides}, indent=2) + "\n")
@@ -145,8 +147,8 @@ class VerlBackend:
         state = settings.read_state(path)
         self._sleep()
         with self._phase("load"):
-            self._call(worker.load, str(path.absolute()))
-            self.arrival.loaded(self._call(worker.checksum, self.dtype)[0])
+            self._call(verbs.load, str(path.absolute()))
+            self.arrival.loaded(self._call(verbs.checksum, self.dtype)[0])
         self.servers.held = None
         self.version, self.counters = state["version"], Counters(**state["counters"])
 
@@ -156,7 +158,7 @@ class VerlBackend:
         self.scored = ScoreReport()
         if not self.closed:
             with self._phase("metrics"):
-                held = max(self._call(worker.memory))
+                held = max(self._call(verbs.memory))
             found |= {"device/peak_memory_gb": held} if held else {}
         return found
 
@@ -183,30 +185,14 @@ class VerlBackend:
         role = "actor_rollout_ref" if self.learns and self.options.kl_weight > 0 else "actor_rollout"
         made = RayClassWithInitArgs(cls=ray.remote(worker.Worker), config=config.actor_rollout_ref, role=role)
         self.workers = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name=config.trainer.device)
-        hosts = self._look(run_dir)
+        model = Path(config.actor_rollout_ref.model.path)
+        hosts = seeing(partial(self._call, verbs.look), [model] if model.is_dir() else [], run_dir)
         started = self._call(worker.start, self.options, asked.sampling.temperature)
         self.vocabulary, self.shares, generation = started[0]
         stop_ids = stop_token_ids(generation, self.tokenizer)
         self.servers = Servers(config, self.workers, pool, stop_ids, apart=server_gpus > 0)
-        self.arrival = Arrival(self.dtype, self._call(worker.checksum, self.dtype)[0])
+        self.arrival = Arrival(self.dtype, self._call(verbs.checksum, self.dtype)[0])
         say(f"{self.ranks} ranks on {len(hosts)} machines, {len(self.servers.handles)} servers, {self.dtype}")
-
-    def _look(self, run_dir: Path | None) -> set[str]:
-        """The machines of the ranks, all of which see the run directory and the model; before the model is loaded."""
-        model = Path(self.config.actor_rollout_ref.model.path)
-        paths = [model] if model.is_dir() else []
-        with NamedTemporaryFile(dir=run_dir, prefix=".seen-") if run_dir else nullcontext() as mark:
-            return self._seen([Path(mark.name), *paths] if mark else paths)
-
-    def _seen(self, paths: Sequence[Path]) -> set[str]:
-        answers = self._call(worker.look, tuple(str(path.absolute()) for path in paths))
-        for host, missing in answers:
-            if missing:
-                raise ConfigError(
-                    f"machine {host} does not see {missing[0]}: run directory and model must lie on a file system that "
-                    "all machines share, under the same path"
-                )
-        return {host for host, _ in answers}
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -256,7 +242,7 @@ class VerlBackend:
         shares = deal([len(r.prompt) + len(r.response) for r in requests], self.ranks)
         mine = [[requests[i] for i in share] for share in shares]
         with self._phase("score"):
-            found = self._call(worker.score, mine, scoring, self.budget)
+            found = self._call(verbs.score, mine, scoring, self.budget)
         report.add([rank for _, rank in found])
         return in_order(shares, [scores for scores, _ in found])
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from attnrl.config import Config
 from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
+from attnrl.ranks.weights import check_shards
 
 STATE = "verl.json"  # what the driver writes into a checkpoint
 CPUS = 3  # that verl has Ray set aside for each rank
@@ -167,19 +168,8 @@ def check_room(nodes: Sequence[Mapping[str, float]], machines: Sequence[int], se
 
 def read_state(path: Path) -> dict[str, Any]:
     """What the driver wrote into a checkpoint; raises where this engine cannot go on from it."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    for name in (STATE, "actor/.metadata"):
-        if not (path / name).is_file():
-            raise MissingFileError(f"{path} is no checkpoint of engine verl: {name} is missing")
-    ends: dict[str, int] = {}  # of each file of shards
-    for piece in FileSystemReader(path / "actor").read_metadata().storage_data.values():
-        ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
-    for name, end in ends.items():
-        file = path / "actor" / name
-        if not file.is_file() or file.stat().st_size < end:
-            raise MissingFileError(
-                f"{file} is missing or cut short; remove {path} to go on from the checkpoint before it"
-            )
+    if not (path / STATE).is_file():
+        raise MissingFileError(f"{path} is no checkpoint of engine verl: {STATE} is missing")
+    check_shards(path / "actor")
     state: dict[str, Any] = json.loads((path / STATE).read_text())
     return state
