@@ -62,11 +62,12 @@ class VerlBackend:
     """
 
     def __init__(
-        self, config: Config, *, model: str, tokenizer: Any, learn: bool = True, run_dir: Path | None = None
+        self, config: Config, composed: Any, *, model: str, tokenizer: Any, learn: bool, run_dir: Path | None
     ) -> None:
+        """`composed`: verl's config, as ours means it."""
         self.dtype = settings.dtype_of(config)
         self.overrides = settings.overrides(config, model=model, learn=learn)
-        self.config = settings.compose(self.overrides)
+        self.config = composed
         self.options, self.budget, self.seed = config.update, config.update.microbatch_tokens, config.run.seed
         self.tokenizer, self.learns = tokenizer, learn
         self.version = 0

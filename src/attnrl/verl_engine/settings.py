@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from attnrl.ranks.weights import check_shards
 STATE = "verl.json"  # what the driver writes into a checkpoint
 CPUS = 3  # that verl has Ray set aside for each rank
 
-OURS = {  # settings of verl that a key of ours decides; some would be taken and not obeyed
+OURS = {  # settings of verl that a key of ours decides, and no override: some would be taken and not obeyed
     "trainer.nnodes": "engine.verl.nodes",
     "trainer.n_gpus_per_node": "engine.verl.gpus_per_node",
     "actor_rollout_ref.model.path": "model.path",
@@ -73,9 +74,8 @@ def overrides(config: Config, *, model: str, learn: bool) -> list[str]:
     """The settings of verl that the config means, those of engine.verl.overrides last."""
     update, engine, dtype = config.update, config.engine.verl, dtype_of(config)
     precision = "bf16" if dtype == "bfloat16" else "fp32"
-    found: dict[str, Any] = {
-        "trainer.nnodes": engine.nodes,
-        "trainer.n_gpus_per_node": engine.gpus_per_node,
+    found: dict[str, Any] = {key: attrgetter(ours)(config) for key, ours in OURS.items()}
+    found |= {
         "data.max_prompt_length": config.data.max_prompt_tokens,
         "data.max_response_length": config.sampling.max_response_tokens,
         "actor_rollout_ref.model.path": "'" + model.replace("'", r"\'") + "'",  # commas and = mean something to Hydra
@@ -86,10 +86,7 @@ def overrides(config: Config, *, model: str, learn: bool) -> list[str]:
         "actor_rollout_ref.actor.strategy": "fsdp2",
         "actor_rollout_ref.actor.use_dynamic_bsz": True,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": update.microbatch_tokens,
-        "actor_rollout_ref.actor.optim.lr": update.lr,
-        "actor_rollout_ref.actor.optim.weight_decay": update.weight_decay,
         "actor_rollout_ref.actor.optim.betas": list(update.betas),
-        "actor_rollout_ref.actor.optim.clip_grad": update.max_grad_norm,
         "actor_rollout_ref.actor.fsdp_config.model_dtype": "fp32",
         "actor_rollout_ref.ref.fsdp_config.model_dtype": precision,
         "actor_rollout_ref.rollout.name": "vllm",
