@@ -1,11 +1,13 @@
 """The engine over real Ray processes, FSDP2 ranks on gloo and vLLM servers, all on the CPU: one engine for all tests.
 
-Two ranks, gradient checkpointing on, and a token budget so small that ranks get uneven packs. The last test ends it.
+Two ranks, gradient checkpointing on, and a token budget so small that ranks get uneven packs. The last test but one
+ends it, the last has one of its own.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 import time
 from dataclasses import replace
@@ -34,6 +36,7 @@ from attnrl.ranks.session import family
 from attnrl.ranks.watch import Watch
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scoring, Step, as_floats, as_ids
 from attnrl.verl_engine import build
+from processes import wait_until
 from tiny_llama import make_model
 
 RANKS = 2
@@ -303,3 +306,25 @@ def test_an_error_on_one_rank_ends_the_engine_with_its_cause(engine):
     assert engine.closed
     assert len(processes) > 5
     assert not family(processes) - family(psutil.Process().children())
+
+
+def test_a_rank_that_is_gone_when_metrics_are_asked_ends_the_engine_with_its_cause(model):
+    """No phase runs when it is killed: the next question is for metrics, and its error is that of any other phase."""
+    config = config_of(model)
+    one = config.engine.verl.model_copy(update={"gpus_per_node": 1})
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"verl": one})})
+    built = build(config, model=str(model), tokenizer=AutoTokenizer.from_pretrained(model))
+    try:
+        assert built.metrics()["engine/start_seconds"] > 0
+        processes = family(psutil.Process().children())
+        rank = psutil.Process(ray.get(built.workers.workers[0].__ray_call__.remote(lambda _: os.getpid())))
+        assert rank in processes
+        rank.kill()
+        assert wait_until(lambda: rank not in family([rank]))
+        with pytest.raises(TrainingError, match="metrics on the cluster failed: ActorDiedError: "):
+            built.metrics()
+        assert built.closed
+        assert built.metrics()["sync/count"] == 0  # what the driver itself knows
+        assert wait_until(lambda: not family(processes) - family(psutil.Process().children()))
+    finally:
+        built.close()
