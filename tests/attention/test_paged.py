@@ -19,10 +19,10 @@ from attnrl.attention.pages import ENDLESS, PAGE, LayerShape, PagePool, common_p
 HERE = Path(__file__).parent
 
 
-def run(script: str, **env: str) -> list[dict[str, object]]:
+def run(script: str, *options: str, **env: str) -> list[dict[str, object]]:
     """The JSON lines of a script in a process of its own: Triton reads TRITON_INTERPRET when kernels are defined."""
     done = subprocess.run(
-        [sys.executable, str(HERE / script)],
+        [sys.executable, str(HERE / script), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
@@ -70,6 +70,40 @@ def test_kernels_compile_for_hopper_without_a_gpu() -> None:
     assert built["paths"]["wgmma"] > 0  # type: ignore[index]
     for name, kernel in built.items():
         assert kernel["shared"] < 113 * 1024, name  # type: ignore[index]
+
+
+def test_hopper_kernel_on_a_cpu() -> None:
+    pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
+    rows = run("hopper_grid.py", "--cpu")
+    assert [row["items"] for row in rows] == [24, 36, 4]  # more than programs: each takes several in turn
+    for row in rows:
+        assert not row["fits"], "a CPU is no Hopper GPU"
+        assert row["error"] < 2e-2, row  # type: ignore[operator]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU; its source runs everywhere",
+)
+def test_hopper_kernel_compiled() -> None:
+    rows = run("hopper_grid.py")
+    assert len(rows) == 6
+    for row in rows:
+        assert row["fits"], row
+        assert row["error"] < 3e-2, row  # type: ignore[operator]
+
+
+def test_hopper_kernel_compiles_without_a_gpu() -> None:
+    pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
+    [built] = run("compile_hopper.py")
+    for head, kernel in built.items():
+        assert kernel["threads"] == 384, head  # type: ignore[index]
+        assert kernel["shared"] < 227 * 1024, head  # type: ignore[index]
+        assert kernel["products"] > 0, head  # type: ignore[index]
+        assert kernel["copies"] == 2 * int(head) // 64 * (4 + 1), head  # type: ignore[index]
+        assert kernel["wide_stores"] == int(head) // 8, head  # type: ignore[index]
+        assert kernel["registers"] >= 216, head  # type: ignore[index]  # what keeps the loop from spilling
 
 
 def test_pages_are_held_shared_and_let_go() -> None:

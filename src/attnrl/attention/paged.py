@@ -22,6 +22,11 @@ try:
     kernels: Any = paged_triton
 except ImportError:  # triton is published for Linux on x86-64 only
     kernels = None
+hopper: Any = None
+if kernels is not None and kernels.GLUON:
+    from attnrl.attention import paths_hopper
+
+    hopper = paths_hopper
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -112,7 +117,11 @@ class PagedPrefill:
                 out = _gathered(queries, keys, values, table, at, scaling, window)
                 out_THE[first : first + count] = out.view(count, q_THD.shape[1], -1)
             return out_THE.flatten(1)
-        out_TW: Tensor = kernels.paths(
+        out_TW: Tensor
+        if hopper is not None and hopper.fits(q_THD, keys, values, window):
+            out_TW = hopper.paths(q_THD, keys, values, self.table_JM, self.blocks_B4, scale=scaling)
+            return out_TW
+        out_TW = kernels.paths(
             q_THD,
             keys,
             values,

@@ -21,6 +21,8 @@ from torch import Tensor
 from attnrl.attention.pages import PAGE, SHARED_QUERIES
 
 LOG2E = 1.4426950408889634
+# Gluon is experimental: only the Triton versions that compile our kernels are trusted with it.
+GLUON = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 10)
 Tile = tuple[int, int, int]  # keys a turn, warps, stages
 
 

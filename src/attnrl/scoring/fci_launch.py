@@ -18,12 +18,12 @@ import torch
 import triton
 from numpy.typing import NDArray
 
+from attnrl.attention.paged_triton import GLUON
 from attnrl.errors import ConfigError, DataError
 from attnrl.scoring.fci_triton import LOG2E, Layer, Tile, _column_sums, _row_lse, _step_max
 from attnrl.scoring.plan import ALIGN, Plan, key_blocks, query_blocks
 
-# Gluon is experimental: only the Triton versions that compile `fci_hopper` are trusted with it.
-if (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 10):
+if GLUON:
     from attnrl.scoring import fci_hopper
 else:
     fci_hopper = None  # type: ignore[assignment]

@@ -1,0 +1,369 @@
+"""Attention of packed queries along paths of pages (`paged_triton.paths`) for Hopper GPUs, scheduled by hand in Gluon.
+
+Half precision, head sizes 64 and 128, no window. Two warpgroups read each key and value of a tile once from shared
+memory, each for 64 queries of one of two heads of a group; a warp of its own has the copy engine bring pages ahead of
+their use. While the tensor cores multiply the scores of a tile and the values of the tile before, the exponentials of
+another are computed. A program takes one item after the other, so that the next one's first tiles come meanwhile.
+
+Shapes: T packed queries, H query heads, K key/value heads, G = H / K, D head size, M pages of the longest path, J
+paths, B query blocks, BN keys of a tile.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
+# The kernels' parameters are Triton values, which have no Python types.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attnrl.attention import pages
+
+LOG2E = 1.4426950408889634
+PAGE = gl.constexpr(pages.PAGE)
+ROWS = gl.constexpr(64)  # queries of a warpgroup
+HALF = gl.constexpr(64)  # columns of a copy: as wide as its swizzle
+REGISTERS = gl.constexpr(40)  # of the copying warp's threads; those that multiply share the rest
+# Renamed between Triton 3.6 and 3.9.
+_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_memory = gl.shared_memory_descriptor
+_view = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
+_sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit
+def _nth(turn):
+    """The item of this program's turn: there and back again, as items get shorter."""
+    return turn * gl.num_programs(0) + gl.program_id(0) + (turn & 1) * (gl.num_programs(0) - 1 - 2 * gl.program_id(0))
+
+
+@gluon.jit
+def _block(BLOCKS, item, items, WIDE: gl.constexpr):
+    """First packed query, queries, position of the first and path of an item's block; behind the last item nothing."""
+    row = BLOCKS + item // WIDE * 4
+    here = item < items
+    return (
+        gl.load(row, mask=here, other=0),
+        gl.load(row + 1, mask=here, other=0),
+        gl.load(row + 2, mask=here, other=0),
+        gl.load(row + 3, mask=here, other=0),
+    )
+
+
+@gluon.jit
+def _heads(item, G: gl.constexpr, WIDE: gl.constexpr):
+    """The key/value head of an item, its first head, and whether it has a second."""
+    pairs: gl.constexpr = (G + 1) // 2
+    kv = item % WIDE // pairs
+    nth = item % pairs * 2
+    return kv, kv * G + nth, nth + 1 < G
+
+
+@gluon.jit
+def _boxes(ring):
+    """A ring's tiles [BN, D] as the boxes [PAGE, 64] that they are made of: by slot, half of the columns, page."""
+    boxes: gl.constexpr = ring.shape[0] * ring.shape[1] * ring.shape[2] // (PAGE * HALF)
+    return _view(ring, ring.dtype, [boxes, PAGE, HALF], ring.layout)
+
+
+@gluon.jit
+def _bring(source, boxes, arrived, slot, rows, PARTS: gl.constexpr, D: gl.constexpr):
+    """Start the copies of a tile's pages into their slot of the ring."""
+    mbarrier.expect(arrived, PARTS * PAGE * D * 2)
+    for half in gl.static_range(D // HALF):
+        for i in gl.static_range(PARTS):
+            box = boxes.index((slot * (D // HALF) + half) * PARTS + i)
+            _copy(source, [rows[i], half * HALF], arrived, box)
+
+
+@gluon.jit
+def _produce(
+    sources, rings, barriers, TABLE, BLOCKS, table_pitch, items, turns, K: gl.constexpr, G: gl.constexpr,
+    WIDE: gl.constexpr,
+):  # fmt: skip
+    """The warp that has the copy engine bring queries, and every tile of keys and values in turn."""
+    queries, keys, values = sources
+    q, k, v = rings
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
+    STAGES: gl.constexpr = k.shape[0]
+    BN: gl.constexpr = k.shape[1]
+    D: gl.constexpr = k.shape[2]
+    PARTS: gl.constexpr = BN // PAGE
+    k_boxes = _boxes(k)
+    v_boxes = _boxes(v)
+    done = 0  # tiles of earlier items
+    first, count, position, path = _block(BLOCKS, _nth(0), items, WIDE)
+    for turn in range(turns):
+        kv, head, _second = _heads(_nth(turn), G, WIDE)
+        table = TABLE + path.to(gl.int64) * table_pitch
+        begin = first
+        end = position + count
+        tiles = gl.cdiv(end, BN)
+        first, count, position, path = _block(BLOCKS, _nth(turn + 1), items, WIDE)
+        for tile in range(tiles):
+            slot = (done + tile) % STAGES
+            free = ((done + tile) // STAGES & 1) ^ 1
+            rows = ()
+            for i in gl.static_range(PARTS):
+                nth = tile * PARTS + i
+                rows += ((gl.load(table + nth, mask=nth * PAGE < end, other=0) * K + kv) * PAGE,)
+            mbarrier.wait(k_empty.index(slot), free)
+            _bring(keys, k_boxes, k_full.index(slot), slot, rows, PARTS, D)
+            if tile == 0:
+                for w in gl.static_range(2):
+                    mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
+                    mbarrier.expect(q_full.index(w), ROWS * D * 2)
+                    _copy(queries, [begin, (head + w) * D], q_full.index(w), q.index(w))
+            mbarrier.wait(v_empty.index(slot), free)
+            _bring(values, v_boxes, v_full.index(slot), slot, rows, PARTS, D)
+        done += tiles
+
+
+@gluon.jit
+def _weigh(s, top, total, scale2, query, key, MASK: gl.constexpr):
+    """exp2 of the scores, the new maximum, what earlier sums are worth by it, and the sums that a thread holds."""
+    if MASK:
+        s = gl.where(key[None, :] <= query[:, None], s, -float("inf"))
+    new = gl.maximum(top, gl.max(s, 1))
+    base = new * scale2
+    x = gl.exp2(s * scale2 - base[:, None])
+    keep = gl.exp2(top * scale2 - base)
+    share = gl.sum(gl.reshape(x, [s.shape[0], s.shape[1] // 8, 8]), 1)
+    worth = gl.convert_layout(keep, gl.SliceLayout(1, share.type.layout))
+    return x, new, keep, total * worth[:, None] + share
+
+
+@gluon.jit
+def _clear(boxes, slot, at, end, PARTS: gl.constexpr, D: gl.constexpr):
+    """Zero the values of a tile past `end`: what was never written may be NaN, and NaN times 0 is NaN.
+
+    Both warpgroups do so, each before its own product: they write the same.
+    """
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, PAGE, layout=gl.SliceLayout(1, wide))
+    for i in gl.static_range(PARTS):
+        if at + (i + 1) * PAGE > end:
+            for half in gl.static_range(D // HALF):
+                box = boxes.index((slot * (D // HALF) + half) * PARTS + i)
+                x = box.load(wide)
+                box.store(gl.where((at + i * PAGE + row < end)[:, None], x, gl.zeros_like(x)))
+    fence_async_shared()
+    _sync()
+
+
+@gluon.jit
+def _idle(barriers, done, tiles, swaps, w: gl.constexpr, STAGES: gl.constexpr):
+    """A warpgroup without a head of its own gives queries and tiles back at once, and the baton when it comes."""
+    _, q_empty, k_full, k_empty, v_full, v_empty, baton = barriers
+    mbarrier.arrive(q_empty.index(w))
+    for tile in range(tiles):
+        slot = (done + tile) % STAGES
+        phase = (done + tile) // STAGES & 1
+        mbarrier.wait(k_full.index(slot), phase)
+        mbarrier.arrive(k_empty.index(slot))
+        if tile > 0:
+            mbarrier.wait(baton.index(w), (swaps + tile - 1 & 1) ^ (1 - w))
+            mbarrier.arrive(baton.index(1 - w))
+        mbarrier.wait(v_full.index(slot), phase)
+        mbarrier.arrive(v_empty.index(slot))
+
+
+@gluon.jit
+def _attend(rings, barriers, position, end, scale2, done, tiles, swaps, w: gl.constexpr):
+    """Attention of 64 queries, the first of them at `position`, over all tiles up to `end`: [64, D]."""
+    q, k, v = rings
+    _, q_empty, k_full, k_empty, v_full, v_empty, baton = barriers
+    STAGES: gl.constexpr = k.shape[0]
+    BN: gl.constexpr = k.shape[1]
+    D: gl.constexpr = k.shape[2]
+    s_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    o_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, o_mma, 2)
+    o_row: gl.constexpr = gl.SliceLayout(1, o_mma)
+    query = position + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_mma))
+    key = gl.arange(0, BN, layout=gl.SliceLayout(0, s_mma))
+    zero = gl.zeros([ROWS, BN], gl.float32, s_mma)
+    total = gl.sum(gl.reshape(zero, [ROWS, BN // 8, 8]), 1)
+    top = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, s_mma))
+    o = gl.zeros([ROWS, D], gl.float32, o_mma)
+
+    slot = done % STAGES
+    mbarrier.wait(k_full.index(slot), done // STAGES & 1)
+    product = warpgroup_mma(q.index(w), k.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[product])
+    mbarrier.arrive(k_empty.index(slot))
+    x, top, keep, total = _weigh(s, top, total, scale2, query, key, True)
+    p = gl.convert_layout(x.to(k.dtype), operand)
+    mbarrier.wait(v_full.index(slot), done // STAGES & 1)
+    clear = gl.maximum((position + 1) // BN, 1)  # every query sees all keys of the tiles before this one
+    for masked in gl.static_range(2):
+        start = clear if masked else 1
+        stop = tiles if masked else clear
+        for tile in range(start, stop):
+            use = done + tile
+            slot = use % STAGES
+            before = (use - 1) % STAGES
+            mbarrier.wait(baton.index(w), (swaps + tile - 1 & 1) ^ (1 - w))
+            mbarrier.wait(k_full.index(slot), use // STAGES & 1)
+            product = warpgroup_mma(q.index(w), k.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+            sums = warpgroup_mma(p, v.index(before), o, is_async=True)
+            mbarrier.arrive(baton.index(1 - w))  # the other's products come while the exponentials are computed here
+            s = warpgroup_mma_wait(1, deps=[product])
+            mbarrier.arrive(k_empty.index(slot))
+            x, top, keep, total = _weigh(s, top, total, scale2, query, tile * BN + key, masked == 1)
+            ahead = gl.convert_layout(x.to(k.dtype), operand)
+            # Waited for a turn early: the compiler moves no exponentials behind this, where nothing would overlap.
+            mbarrier.wait(v_full.index(slot), use // STAGES & 1)
+            o, p = warpgroup_mma_wait(0, deps=[sums, p])
+            mbarrier.arrive(v_empty.index(before))
+            o = o * gl.convert_layout(keep, o_row)[:, None]
+            p = ahead
+
+    mbarrier.arrive(q_empty.index(w))
+    slot = (done + tiles - 1) % STAGES
+    if end % BN != 0:
+        _clear(_boxes(v), slot, (tiles - 1) * BN, end, BN // PAGE, D)
+    sums = warpgroup_mma(p, v.index(slot), o, is_async=True)
+    norm = gl.convert_layout(1.0 / gl.sum(total, 1), o_row)
+    o = warpgroup_mma_wait(0, deps=[sums])
+    mbarrier.arrive(v_empty.index(slot))
+    return (o * norm[:, None]).to(k.dtype)
+
+
+@gluon.jit
+def _consume(
+    rings, staged, barriers, BLOCKS, OUT, out_pitch, scale2, items, turns, G: gl.constexpr, WIDE: gl.constexpr,
+    w: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: 64 queries of one head of every item of this program."""
+    STAGES: gl.constexpr = rings[1].shape[0]
+    BN: gl.constexpr = rings[1].shape[1]
+    D: gl.constexpr = rings[1].shape[2]
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
+    e = gl.arange(0, D, layout=gl.SliceLayout(0, wide))
+    mine = staged.index(w)
+    q_full = barriers[0]
+    done = 0  # tiles of earlier items
+    next_first, next_count, next_position, _path = _block(BLOCKS, _nth(0), items, WIDE)
+    for turn in range(turns):
+        _kv, head, second = _heads(_nth(turn), G, WIDE)
+        first = next_first
+        count = next_count
+        position = next_position
+        end = position + count
+        tiles = gl.cdiv(end, BN)
+        next_first, next_count, next_position, _path = _block(BLOCKS, _nth(turn + 1), items, WIDE)
+        mbarrier.wait(q_full.index(w), turn & 1)
+        if second if w else count > 0:
+            mine.store(_attend(rings, barriers, position, end, scale2, done, tiles, done - turn, w))
+            place = (first.to(gl.int64) + m)[:, None] * gl.multiple_of(out_pitch, 16) + ((head + w) * D + e)[None, :]
+            gl.store(OUT + place, mine.load(wide), mask=(m < count)[:, None])
+        else:
+            _idle(barriers, done, tiles, done - turn, w, STAGES)
+        done += tiles
+
+
+@gluon.jit
+def _barriers(n: gl.constexpr, arrivals: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(n):
+        mbarrier.init(barriers.index(i), count=arrivals)
+    return barriers
+
+
+@gluon.jit(do_not_specialize=["table_pitch", "items"])
+def _paths(
+    queries, keys, values, TABLE, BLOCKS, OUT, scale2, out_pitch, table_pitch, items,
+    K: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """An item is a block of queries and two heads of a group, the last of an odd group alone."""
+    D: gl.constexpr = queries.block_type.shape[1]
+    WIDE: gl.constexpr = K * ((G + 1) // 2)  # items of a block
+    element: gl.constexpr = queries.dtype
+    q = gl.allocate_shared_memory(element, [2, ROWS, D], queries.layout)
+    k = gl.allocate_shared_memory(element, [STAGES, BN, D], keys.layout)
+    v = gl.allocate_shared_memory(element, [STAGES, BN, D], values.layout)
+    staged = gl.allocate_shared_memory(element, [2, ROWS, D], queries.layout)  # results on their way out
+    rings = (q, k, v)
+    sources = (queries, keys, values)
+    # Queries, keys, values: arrived, and read by all who read them; then the baton that the two warpgroups pass.
+    barriers = (
+        _barriers(2, 1), _barriers(2, 1), _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1),
+        _barriers(STAGES, 2), _barriers(2, 1),
+    )  # fmt: skip
+    fence_async_shared()
+    turns = items // gl.num_programs(0)
+    turns += (_nth(turns) < items).to(gl.int32)
+    gl.warp_specialize(
+        [
+            (_consume, (rings, staged, barriers, BLOCKS, OUT, out_pitch, scale2, items, turns, G, WIDE, 0)),
+            (_consume, (rings, staged, barriers, BLOCKS, OUT, out_pitch, scale2, items, turns, G, WIDE, 1)),
+            (
+                _produce,
+                (sources, rings, barriers, TABLE, BLOCKS, table_pitch, items, turns, K, G, WIDE),
+            ),
+        ],
+        [4, 1],
+        [252 - REGISTERS // 2, REGISTERS],
+    )
+
+
+def fits(q_THD: Tensor, keys: Tensor, values: Tensor, window: int | None) -> bool:
+    """Whether this kernel can run on these tensors."""
+    if not q_THD.is_cuda or torch.cuda.get_device_capability(q_THD.device)[0] != 9:
+        return False
+    tokens, heads, dim = q_THD.shape
+    return (
+        window is None
+        and tokens > 0
+        and q_THD.dtype in (torch.bfloat16, torch.float16)
+        and dim in (64, 128)
+        and keys.shape == values.shape
+        and heads > keys.shape[1]
+        and q_THD.stride()[1:] == (dim, 1)
+        and q_THD.stride(0) % 8 == 0
+        and q_THD.data_ptr() % 16 == 0
+    )
+
+
+def paths(
+    q_THD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table_JM: Tensor,
+    blocks_B4: Tensor,
+    *,
+    scale: float,
+    programs: int | None = None,
+    tile: tuple[int, int] = (128, 2),
+) -> Tensor:
+    """Causal attention of packed queries along their paths of pages, as `paged_triton.paths`: [T, H * D].
+
+    Blocks have at most 64 queries and get shorter. `programs`: as many as multiprocessors; `tile`: keys, stages.
+    """
+    tokens, heads, dim = q_THD.shape
+    kv_heads = keys.shape[1]
+    groups = heads // kv_heads
+    out_TW = q_THD.new_empty(tokens, heads * dim)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    rows = keys.shape[0] * kv_heads * pages.PAGE
+    boxes = [TensorDescriptor(x, [rows, dim], [dim, 1], [pages.PAGE, HALF.value], layout) for x in (keys, values)]
+    queries = TensorDescriptor(q_THD, [tokens, heads * dim], [q_THD.stride(0), 1], [ROWS.value, dim], layout)
+    items = kv_heads * ((groups + 1) // 2) * blocks_B4.shape[0]
+    programs = programs or torch.cuda.get_device_properties(q_THD.device).multi_processor_count
+    _paths[(min(items, programs),)](
+        queries, *boxes, table_JM, blocks_B4, out_TW, scale * LOG2E, out_TW.stride(0), table_JM.stride(0), items,
+        K=kv_heads, G=groups, BN=tile[0], STAGES=tile[1], num_warps=4,
+    )  # fmt: skip
+    return out_TW
