@@ -1,8 +1,8 @@
-"""Times of the sampler's kernels alone, those of attention by tile; `generation.py` runs it as one of its sections."""
+"""Times of the sampler's kernels alone, decode attention by tile; `generation.py` runs it as one of its sections."""
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,8 @@ import torch
 import triton
 
 from attnrl.attention import paged_triton
+from attnrl.attention.layout import query_blocks
+from attnrl.attention.paged import QUERY_BLOCK, hopper
 from attnrl.attention.pages import PAGE, cut, pages_for
 from attnrl.local import fused_triton, products_triton
 
@@ -63,9 +65,7 @@ def decode_times(tiny: bool, device: str) -> list[dict[str, Any]]:
             part = torch.empty(rows, most, HEADS, DIM, device=device)
             scratch = (part, torch.empty_like(part[..., 0]))
             for tile in TILES[: 1 if tiny else None]:
-                call = functools.partial(
-                    _decode_all, pools, q, table, lengths, (single, both, splits, scratch), (tile, tile)
-                )
+                call = partial(_decode_all, pools, q, table, lengths, (single, both, splits, scratch), (tile, tile))
                 ms = timed(call, device) / len(pools)
                 tokens = rows * length - sum((n - 1) * pages * PAGE for _, n, pages in groups)
                 gbs = 4 * tokens * KV_HEADS * DIM / ms / 1e6
@@ -74,29 +74,32 @@ def decode_times(tiny: bool, device: str) -> list[dict[str, Any]]:
 
 
 def prefill_times(tiny: bool, device: str) -> list[dict[str, Any]]:
-    """Contexts of one length, all new; aten's flash attention over the same keys, packed, beside it."""
-    count, length = (2, 70) if tiny else (4, 4096)
-    columns = pages_for(length)
-    order = torch.randperm(count * columns, device=device).int().view(count, columns)
-    keys, values = _pool(count * columns, device)
-    q = torch.randn(count * length, HEADS, DIM, dtype=torch.bfloat16, device=device)
-    operations = 2 * count * HEADS * DIM * length * length
+    """Contexts of one length, all new, by each kernel; aten's flash attention over as many keys, packed."""
     out: list[dict[str, Any]] = []
-    for block, tile in ((64, (64, 4, 3)), (64, (64, 4, 4)), (64, (128, 4, 3)), (128, (128, 8, 3)))[: 1 if tiny else 9]:
-        blocks = [(i * length + s, min(block, length - s), s, i) for i in range(count) for s in range(0, length, block)]
-        table = torch.tensor(sorted(blocks, key=lambda b: -b[2]), dtype=torch.int32, device=device)
-
-        def run(table: Any = table, block: int = block, tile: Any = tile) -> None:
-            paged_triton.paths(q, keys, values, order, table, block, scale=0.09, window=None, tile=tile)
-
-        ms = timed(run, device)
-        out.append({"block": block, "tile": tile, "ms": ms, "TFLOP_s": operations / ms / 1e9})
-    if device == "cuda":
-        k, v = (torch.randn(count * length, KV_HEADS, DIM, dtype=torch.bfloat16, device=device) for _ in range(2))
-        cu = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=device)
-        flash = torch.ops.aten._flash_attention_forward
-        ms = timed(lambda: flash(q, k, v, cu, cu, length, length, 0.0, True, False, scale=0.09), device)
-        out.append({"flash": True, "ms": ms, "TFLOP_s": operations / ms / 1e9})
+    for count, length in ((2, 70),) if tiny else ((4, 4096), (16, 1024), (2, 8192)):
+        columns = pages_for(length)
+        order = torch.randperm(count * columns, device=device).int().view(count, columns)
+        keys, values = _pool(count * columns, device)
+        q = torch.randn(count * length, HEADS, DIM, dtype=torch.bfloat16, device=device)
+        blocks = np.concatenate([query_blocks(i * length, 0, length, i) for i in range(count)])
+        blocks = blocks[np.argsort(-blocks[:, 2], kind="stable")].astype(np.int32)
+        table = torch.from_numpy(blocks).to(device)
+        kernels: dict[str, Any] = {
+            "triton": partial(paged_triton.paths, q, keys, values, order, table, QUERY_BLOCK, scale=0.09, window=None)
+        }
+        if hopper is not None and hopper.fits(q, keys, values, None):
+            kernels["hopper"] = partial(hopper.paths, q, keys, values, order, table, scale=0.09)
+        if device == "cuda":
+            k, v = (torch.randn(count * length, KV_HEADS, DIM, dtype=torch.bfloat16, device=device) for _ in range(2))
+            cu = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=device)
+            packed = (q, k, v, cu, cu, length, length, 0.0, True, False)
+            kernels["aten flash"] = partial(torch.ops.aten._flash_attention_forward, *packed, scale=0.09)
+        for name, run in kernels.items():
+            ms = timed(run, device)
+            operations = 2 * count * HEADS * DIM * length * length
+            out.append(
+                {"contexts": count, "length": length, "kernel": name, "ms": ms, "TFLOP_s": operations / ms / 1e9}
+            )
     return out
 
 
