@@ -118,6 +118,22 @@ def test_pages_held_are_little_more_than_tokens_alive() -> None:
     assert stats.cache_peak_bytes - stats.cache_live_bytes <= 10 * PAGE_BYTES
 
 
+def test_the_host_waits_once_for_all_prefills_of_an_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six contexts of 40 tokens in forwards of 80: three are started before what the first drew is looked at."""
+    model = build()
+    rng = np.random.default_rng(0)
+    requests = [Request(as_ids(rng.integers(0, VOCABULARY, 40)), 5 if i else 1, i) for i in range(6)]
+    expected = Sampler(model, stop_ids=()).generate(requests, Sampling(), version=0)
+    sampler, batch = paged(model, stop_ids=(), prefill_tokens=80)
+    seen: list[str] = []
+    for name in ("_forward_contexts", "_let_run"):
+        inner = getattr(batch, name)
+        monkeypatch.setattr(batch, name, lambda *a, name=name, inner=inner: (seen.append(name), inner(*a))[1])
+    assert_same(expected, sampler.generate(requests, Sampling(), version=0))
+    assert seen == ["_forward_contexts"] * 3 + ["_let_run"] * 3
+    assert sampler.stats.prefills == 3
+
+
 def test_the_longer_rows_are_the_rarer_the_looks() -> None:
     """Looks after 16 steps until the rows have drawn 544 tokens in the mean, then after 17 and, from 2,048 on, 64."""
     table = RowTable([Request(as_ids([1]), 4000, 0), Request(as_ids([1]), 100, 1)], 2, np.zeros(VOCABULARY, np.bool_))

@@ -6,10 +6,9 @@ Shapes: T packed tokens, P carried and packed tokens, N contexts, M pages of the
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from attnrl.attention.paged import QUERY_BLOCK, PagedPrefill
-from attnrl.attention.pages import PAGE, Ints, PagePool, Pages, pages_for, slots_of
+from attnrl.attention.pages import PAGE, Ints, PagePool, Pages, pages_for, sent, slots_of
 from attnrl.attention.trie import Trie
 from attnrl.types import Ids
 
@@ -65,9 +64,9 @@ def prefill_attention(
         row[: len(held)] = held
     blocks_B4 = np.concatenate(blocks or [np.zeros((0, 4), np.int64)]).astype(np.int32)
     blocks_B4 = blocks_B4[np.argsort(-blocks_B4[:, 2], kind="stable")]
-    slots, table, block = (torch.from_numpy(a).to(pool.device) for a in (slots_T, table_NM, blocks_B4))
+    slots, table, block = (sent(a, pool.device) for a in (slots_T, table_NM, blocks_B4))
     copies = None
     if copied_2X.shape[1]:
-        source, target = torch.from_numpy(copied_2X).to(pool.device)
+        source, target = sent(copied_2X, pool.device)
         copies = (source, target)
     return PagedPrefill(pool, slots, copies, table, block)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,6 +104,12 @@ class PagePool:
         """Copies the tokens in slots `source` to slots `target`."""
         for pool in (self.keys[layer], self.values[layer]):
             pool[target // PAGE, :, target % PAGE] = pool[source // PAGE, :, source % PAGE]
+
+
+def sent(array: NDArray[Any] | list[int], device: torch.device) -> Tensor:
+    """The array on the device. The host waits for nothing that runs there: it may prepare the next pass meanwhile."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def slots_of(pages: Pages, positions: Ints) -> Ints:

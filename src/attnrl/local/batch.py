@@ -27,6 +27,7 @@ from attnrl.attention.pages import (
     Pages,
     bytes_per_token,
     pages_for,
+    sent,
 )
 from attnrl.attention.trie import Trie, common_prefix, continue_trie, sorted_rows
 from attnrl.local.draw import uniforms
@@ -45,6 +46,17 @@ class _Carry:
     context: Ids
     pages: Pages
     logits_V: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prefilled:
+    """Requests whose contexts lie in pages, and what the device draws after them."""
+
+    requests: Ints
+    trie: Trie
+    pages: list[Pages]
+    ids_N: Tensor
+    logprobs_N: Tensor
 
 
 class PagedBatch:
@@ -149,52 +161,64 @@ class PagedBatch:
         rows = self.stats.rows
         if self.table.count and rows - self.table.count < max(1, rows // 16):
             return  # admitting one by one would run a prefill for every step
-        while self.waiting and self.table.count < rows:
-            taken = self._prefill(self.waiting[: rows - self.table.count], sampling)
-            if not taken:
+        begin = time.perf_counter()
+        coming: list[_Prefilled] = []
+        running = self.table.count
+        while self.waiting and running < rows:
+            done = self._prefill(self.waiting[: rows - running], running, sampling)
+            if done is None:
                 break
-            del self.waiting[:taken]
+            coming.append(done)
+            running += len(done.pages)
+            del self.waiting[: len(done.pages)]
+        for done in coming:  # only now does the host wait for the device
+            self._let_run(done)
         if not self.waiting:
             self._forget_carry()
+        self.stats.prefill_seconds += time.perf_counter() - begin
 
-    def _prefill(self, candidates: list[int], sampling: Sampling) -> int:
-        """Prefills as many candidates as fit into one forward and the pool; returns how many."""
-        begin = time.perf_counter()
-        table = self.table
-        contexts = [table.so_far(i, as_ids(self._requests[i].context)) for i in candidates]
-        fitting = self._fitting(contexts)
-        if not fitting:
-            return 0
+    def _prefill(self, candidates: list[int], running: int, sampling: Sampling) -> _Prefilled | None:
+        """Starts the prefill of as many candidates as fit into one forward and the pool; None where none does."""
+        contexts = self._fitting(candidates, running)
+        if not contexts:
+            return None
         carried = None if self._carry is None else self._carry.context
-        trie = continue_trie(contexts[:fitting], carried, self.setup.prefill_tokens)
-        taken = len(trie.paths)
-        chosen = np.array(candidates[:taken], np.int64)
-        pages, logits_NV = self._forward_contexts(contexts[:taken], trie)
-        ids_N, logprobs_N = self._first_draw(logits_NV, table.streams[chosen], table.resumed[chosen], sampling)
-        for row, held in zip(table.admit(chosen, trie, ids_N, logprobs_N), pages, strict=True):
+        trie = continue_trie(contexts, carried, self.setup.prefill_tokens)
+        requests = np.array(candidates[: len(contexts)], np.int64)
+        pages, logits_NV = self._forward_contexts(contexts, trie)
+        drawn = self._first_draw(logits_NV, self.table.streams[requests], self.table.resumed[requests], sampling)
+        self.stats.add_prefill(trie)
+        return _Prefilled(requests, trie, pages, *drawn)
+
+    def _let_run(self, done: _Prefilled) -> None:
+        """A row for each request of a prefill that goes on after its first token."""
+        ids_N, logprobs_N = done.ids_N.cpu().numpy(), done.logprobs_N.cpu().numpy()
+        for row, held in zip(self.table.admit(done.requests, done.trie, ids_N, logprobs_N), done.pages, strict=True):
             if row < 0:
                 self._held().drop(held)
             else:
                 self._pages_RM[row, : len(held)], self._held_R[row] = held, len(held)
         self._state.look = 0
-        self.stats.add_prefill(trie, time.perf_counter() - begin)
-        return taken
 
-    def _fitting(self, contexts: list[Ids]) -> int:
-        """How many of the contexts the pool can hold, with a page to grow for every row."""
+    def _fitting(self, candidates: list[int], running: int) -> list[Ids]:
+        """Contexts of the first candidates, as many as one forward and the pool hold, with a page to grow a row."""
         pool = self._held()
         previous = np.zeros(0, np.int32) if self._carry is None else self._carry.context
-        free = pool.free - self.table.count
-        for count, context in enumerate(contexts):
+        contexts: list[Ids] = []
+        tokens, free = 0, pool.free - running
+        for request in candidates:
+            context = self.table.so_far(request, as_ids(self._requests[request].context))
             shared = common_prefix(previous, context)
+            tokens += len(context) - shared
             free -= pages_for(len(context)) - shared // PAGE + 1
-            if free < 0:
-                if count or self.table.count:
-                    return count
+            if free < 0 and not contexts and not running:
                 self._forget_carry()  # nothing runs and one context does not fit: the carry holds the rest
-                return 1
+                return [context]
+            if free < 0 or (contexts and tokens > self.setup.prefill_tokens):
+                break
+            contexts.append(context)
             previous = context
-        return len(contexts)
+        return contexts
 
     def _forward_contexts(self, contexts: list[Ids], trie: Trie) -> tuple[list[Pages], Tensor]:
         """Each context's pages, filled, and its next-token logits [N, V]. The last one becomes the carry."""
@@ -202,8 +226,7 @@ class PagedBatch:
         before = None if carry is None else (carry.context, carry.pages)
         pages, attention = lay_out(self._held(), before, contexts, trie)
         if len(trie.ids_T):
-            tokens, positions = (torch.from_numpy(a).to(self.device) for a in (trie.ids_T, trie.positions_T))
-            ends = torch.tensor(trie.ends, device=self.device)
+            tokens, positions, ends = (sent(a, self.device) for a in (trie.ids_T, trie.positions_T, trie.ends))
             fresh_NV = self._forward.logits(tokens, positions, attention, ends)
             first = torch.zeros_like(fresh_NV[:1]) if carry is None else carry.logits_V[None]
             logits_NV = torch.cat([first, fresh_NV])
@@ -215,19 +238,17 @@ class PagedBatch:
         kept = self._held().share(pages[-1])
         self._forget_carry()
         self._carry = _Carry(contexts[-1], kept, logits_NV[trie.run_of[-1]].clone())
-        return pages, logits_NV[torch.tensor(trie.run_of, device=self.device)]
+        return pages, logits_NV[sent(trie.run_of, self.device)]
 
-    def _first_draw(
-        self, logits_NV: Tensor, streams: Ints, index: Ints, sampling: Sampling
-    ) -> tuple[Ints, NDArray[np.float32]]:
+    def _first_draw(self, logits_NV: Tensor, streams: Ints, index: Ints, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs [N] that follow the contexts."""
         count, device = len(streams), self.device
-        uniform = uniforms(torch.from_numpy(streams).to(device), torch.from_numpy(index).to(device))
+        uniform = uniforms(sent(streams, device), sent(index, device))
         tokens, lengths, ids = torch.zeros(3, count, 1, dtype=torch.int64, device=device)
         logprobs = torch.zeros(count, 1, device=device)
         column = torch.zeros(1, dtype=torch.int64, device=device)
         draw_column(logits_NV, uniform[:, None], column, tokens[:, 0], lengths[:, 0], ids, logprobs, sampling)
-        return ids[:, 0].cpu().numpy(), logprobs[:, 0].cpu().numpy()
+        return ids[:, 0], logprobs[:, 0]
 
     # Drawing
 

@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from attnrl.attention.paged import PagedDecode, has_kernels
-from attnrl.attention.pages import PAGE, Ints, LayerShape, PagePool, Pages, common_pages, cut, groups_of, shared_rows
+from attnrl.attention.pages import (
+    PAGE,
+    Ints,
+    LayerShape,
+    PagePool,
+    Pages,
+    common_pages,
+    cut,
+    groups_of,
+    sent,
+    shared_rows,
+)
 from attnrl.local.draw import uniforms
 from attnrl.local.rows import RowTable
 from attnrl.local.stats import length_bucket, step_rows
@@ -61,9 +72,9 @@ class PagedState:
         running, device = table.count, self.device
         rows = step_rows(running)
         columns = int(held_R.max())
-        self.table_RM[:running, :columns] = torch.from_numpy(pages_RM[:, :columns]).to(device)
+        self.table_RM[:running, :columns] = sent(pages_RM[:, :columns], device)
         self.table_RM[running:rows] = 0
-        tokens_R, lengths_R, streams_R, drawn_R = torch.from_numpy(table.state()).to(device)
+        tokens_R, lengths_R, streams_R, drawn_R = sent(table.state(), device)
         self.tokens_R[:running], self.lengths_R[:running] = tokens_R, lengths_R
         self.lengths_R[running:rows] = 0
         coming_RC = drawn_R[:, None] + torch.arange(self.check_every, device=device)
@@ -93,11 +104,11 @@ class PagedState:
         shared = min(self._most_items, length_bucket(len(items.shared_I5))) if len(items.shared_I5) else 0
         self.shape = Shape(rows, single, shared, splits)
         self._single_I5[:single] = 0
-        self._single_I5[: len(items.single_I5)] = torch.from_numpy(items.single_I5).to(self.device)
+        self._single_I5[: len(items.single_I5)] = sent(items.single_I5, self.device)
         self._shared_I5[:shared] = 0
-        self._shared_I5[: len(items.shared_I5)] = torch.from_numpy(items.shared_I5).to(self.device)
+        self._shared_I5[: len(items.shared_I5)] = sent(items.shared_I5, self.device)
         self._splits_R[:rows] = 0
-        self._splits_R[: len(lengths)] = torch.from_numpy(items.splits_R).to(self.device)
+        self._splits_R[: len(lengths)] = sent(items.splits_R, self.device)
 
     def attention(self, pool: PagePool) -> PagedDecode:
         """The step's attention, over the state as it is on the device."""

@@ -97,7 +97,8 @@ class SlotBatch:
             self._tidy(cache)
             self._place()
         self._carry = done.carry
-        self.stats.add_prefill(done.trie, time.perf_counter() - begin)
+        self.stats.add_prefill(done.trie)
+        self.stats.prefill_seconds += time.perf_counter() - begin
         return taken
 
     def advance(self, sampling: Sampling) -> None:

@@ -29,12 +29,11 @@ class SamplerStats:
     cuda_graph: bool = False  # decode steps were replayed CUDA graphs
     cuda_graphs_captured: int = 0  # of this call
 
-    def add_prefill(self, trie: Trie, seconds: float) -> None:
+    def add_prefill(self, trie: Trie) -> None:
         """Counts the forward over the trie's contexts; none was run where another request had all their tokens."""
         self.prefills += bool(len(trie.ids_T))
         self.prefilled_tokens += len(trie.ids_T)
         self.saved_tokens += sum(map(len, trie.paths)) - len(trie.ids_T)
-        self.prefill_seconds += seconds
 
     @property
     def tokens_per_second(self) -> float:
