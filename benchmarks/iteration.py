@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import json
 import os
 import sys
@@ -30,8 +29,7 @@ import numpy as np
 import attnrl
 from attnrl.backend import Backend
 from attnrl.local.backend import build
-from attnrl.reward import declare
-from attnrl.types import Attempt, Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
+from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
 from plain import Work
 from plain import run as run_plain
 
@@ -80,12 +78,6 @@ KEPT = (
     "trees/",
     "batch/",
 )
-
-
-@declare(truncated=True)
-def parity(attempts: Sequence[Attempt]) -> list[float]:
-    """1 or 0 by the hash of the response: outcomes that differ between branches, whatever the model."""
-    return [float(hashlib.sha256(a.response.encode()).digest()[0] & 1) for a in attempts]
 
 
 @dataclass(slots=True)
@@ -202,7 +194,7 @@ def main() -> None:
                 "data.train_tasks": 200,
                 "data.decontaminate": [],
                 "data.clean": False,
-                "reward": "iteration:parity",
+                "reward": "parity:parity",
                 "sampling.max_response_tokens": args.limit,
                 "algo.segmenter": "every_n_tokens",
                 "algo.segmenter_options": {"tokens": 45},
