@@ -109,7 +109,9 @@ class PagePool:
 def sent(array: NDArray[Any] | list[int], device: torch.device) -> Tensor:
     """The array on the device. The host waits for nothing that runs there: it may prepare the next pass meanwhile."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type == "cuda" and tensor.numel():
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def slots_of(pages: Pages, positions: Ints) -> Ints:
