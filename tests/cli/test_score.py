@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+import attnrl
 from attnrl.algo.branching import top_steps
 from attnrl.algo.forest import unscored
 from attnrl.cli import run
@@ -268,3 +269,20 @@ def test_without_steps_enough_for_a_correlation_it_says_so(model_path: Path, tmp
     printed = capsys.readouterr()
     assert "no correlation of FCI with position: it takes 7 steps or more" in printed.out
     assert "nan" not in printed.out + printed.err
+
+
+def test_an_engine_makes_room_for_what_is_scored_and_no_more(model_path, tmp_path, monkeypatch):
+    """Its limits are those of [evaluation], which scoring does not take; their defaults are more than most can read."""
+    (tmp_path / "roomy.py").write_text(
+        "from attnrl.local.backend import build as local\n"
+        "asked = []\n"
+        "def build(config, *, model, tokenizer, learn=True):\n"
+        "    asked.append(config.evaluation)\n"
+        "    return local(config, model=model, tokenizer=tokenizer, learn=learn)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    pairs = [("1 + 1", "is 2"), ("2", "is not 1 + 2")]
+    attnrl.score(model_path, pairs, overrides={"engine.name": "roomy:build"})
+    from roomy import asked
+
+    assert [(limits.max_prompt_tokens, limits.max_response_tokens) for limits in asked] == [(5, 12)]

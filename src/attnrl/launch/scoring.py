@@ -86,7 +86,9 @@ def score(
         where = str(row.get("where") or f"response {number}")
         prompt, response = encode(where, row, tokenizer, config, chat=chat, vocabulary=vocabulary)
         requests.append(ScoreRequest(prompt, response, segment(response)))
-    with open_engine(engine, config, path, tokenizer, learn=False, verbs=("score", "metrics")) as backend:
+    with open_engine(
+        engine, as_long_as(requests, config), path, tokenizer, learn=False, verbs=("score", "metrics")
+    ) as backend:
         found = score_by(backend, requests, scoring)
         if metrics is not None:
             metrics.update(metrics_by(backend))
@@ -97,6 +99,15 @@ def score(
         Scored(r.prompt, r.response, s, step_records(r, s, decode, bound["rule"], config), decode(r.prompt), m)
         for r, s, m in zip_longest(requests, found, drawn)
     ]
+
+
+def as_long_as(requests: Sequence[ScoreRequest], config: Config) -> Config:
+    """The config with the lengths of what is scored as its limits: an engine makes room for no more."""
+    longest = {
+        f"max_{name}_tokens": max((len(getattr(r, name)) for r in requests), default=1)
+        for name in ("prompt", "response")
+    }
+    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update=longest)})
 
 
 def as_row(number: int, given: Row | tuple[str, str]) -> Row:
