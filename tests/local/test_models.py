@@ -14,7 +14,7 @@ import pytest
 
 import attnrl
 from attnrl.config import load_config
-from attnrl.errors import MissingFileError
+from attnrl.errors import ConfigError, MissingFileError
 from attnrl.launch.models import check_model
 from attnrl.local.models import check_model_path, load_tokenizer
 
@@ -51,7 +51,18 @@ def test_a_model_directory_without_weights_is_refused_before_a_run_begins(tmp_pa
 
 def test_a_hub_model_that_cannot_be_had_is_said_at_once(tmp_path: Path) -> None:
     # in a process of its own: huggingface_hub reads its address once; nothing listens there
-    script = "from attnrl.local.models import load_weights; load_weights('people/model', device='cpu')"
+    script = """
+from attnrl.config import load_config
+from attnrl.errors import MissingFileError
+from attnrl.launch.models import check_engine, find_engine
+from attnrl.local.models import load_weights
+config = load_config("demo", {"engine.name": "verl"})
+for ask in (load_weights, lambda model: check_engine(find_engine(config), config, model)):
+    try:
+        ask("people/model")
+    except MissingFileError as error:
+        print(error)
+"""
     with socket.socket() as refusing:
         refusing.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{refusing.getsockname()[1]}"
@@ -60,4 +71,16 @@ def test_a_hub_model_that_cannot_be_had_is_said_at_once(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
         )
-    assert f"no model directory people/model, and the hub ({address}) cannot be reached" in done.stderr
+    said = f"no model directory people/model, and the hub ({address}) cannot be reached"
+    assert done.stdout.count(said) == 2, done.stderr
+
+
+def test_a_model_that_transformers_does_not_know_is_named_before_anything_starts(tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "model")
+    for text, error, said in (
+        ('{"model_type": "nosuch"}', ConfigError, "model '.*model' cannot be used: .*`nosuch`"),
+        ('{"model_type": ', MissingFileError, "cannot load model '.*model': .*not a valid JSON"),
+    ):
+        (tmp_path / "model" / "config.json").write_text(text)
+        with pytest.raises(error, match=said):
+            attnrl.check("demo", overrides={"model.path": str(tmp_path / "model")}, say=lambda line: None)

@@ -13,7 +13,19 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from attnrl.errors import ConfigError
+from attnrl.errors import ConfigError, MissingFileError
+
+
+def read_config(name: str) -> Any:
+    """The Hugging Face config of a model, by directory or hub name; nothing else of it is read."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except OSError as error:
+        raise MissingFileError(f"cannot load model {name!r}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"model {name!r} cannot be used: {error}") from error
 
 
 @contextmanager

@@ -34,11 +34,12 @@ class Shape:
 def shape_of(model: Any, options: ModelConfig) -> Shape:
     """The shape of a Hugging Face config: weights are counted on a model that is built without memory for them."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    from attnrl.attention.decoder import read_config
     from attnrl.local.models import lora_layers
 
-    config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model
+    config = read_config(model) if isinstance(model, str) else model
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
     weights = sum(p.numel() for p in built.parameters())

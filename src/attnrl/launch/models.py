@@ -69,7 +69,11 @@ def check_engine(factory: Callable[..., Backend], config: Config, model: str, ru
     """Let an engine whose factory has a `check` say what is wrong before anything starts, also with the checkpoint that
     a run goes on from.
     """
+    from attnrl.local.models import check_reachable
+
     if (check := getattr(factory, "check", None)) is not None:
+        if config.engine.name in ENGINES:
+            check_reachable(model)
         found = Run(run_dir).checkpoints if run_dir is not None else []
         check(config, model=model, checkpoint=found[-1] if found else None)
 

@@ -17,13 +17,12 @@ def check(config: Config, *, model: str, checkpoint: Path | None = None, learn: 
     """verl's config, as ours means it; raises what can be known to be wrong before anything starts: the installed verl,
     lengths against the model's and the servers', settings that verl does not know, the checkpoint a run goes on from.
     """
-    from transformers import AutoConfig
-
+    from attnrl.attention.decoder import read_config
     from attnrl.verl_engine import settings
     from attnrl.verl_engine.contract import check_verl
 
     check_verl()
-    settings.check(config, AutoConfig.from_pretrained(model), learn=learn)
+    settings.check(config, read_config(model), learn=learn)
     composed = settings.compose(settings.overrides(config, model=model, learn=learn))
     longest = settings.max_tokens(config, learn=learn)
     settings.check_servers(composed, config.engine.verl.server_gpus, longest=longest)
