@@ -1,13 +1,14 @@
 """What is wrong with an installation or a config is said before anything starts."""
 
 import importlib.util
+import pickle
 import re
 
 import pytest
 
 from attnrl.config import load_config
 from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
-from attnrl.verl_engine import settings
+from attnrl.verl_engine import contract, settings
 from attnrl.verl_engine.contract import CONTRACT, check_verl
 
 INSTALLED = importlib.util.find_spec("verl") is not None
@@ -31,6 +32,28 @@ def test_the_installed_verl_fits_and_the_first_method_that_does_not_is_named():
         check_verl((*CONTRACT[:3], renamed, *CONTRACT[3:]))
     with pytest.raises(ConfigError, match=r"has no usable verl\.nowhere:Thing"):
         check_verl((("verl.nowhere:Thing", ()),))
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs verl: make test-verl")
+def test_without_vllm_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(contract, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"attnrl\[verl,vllm\]"):
+        check_verl()
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs verl: make test-verl")
+def test_of_what_hydra_could_not_make_the_reason_is_told(tmp_path):
+    """As it comes from a rank, where verl has Hydra read the model: pickled, so what caused it is in its words only."""
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    from attnrl.verl_engine.backend import cause
+
+    wanted = OmegaConf.create({"model": {"_target_": "os.listdir", "path": str(tmp_path / "nowhere")}})
+    with pytest.raises(Exception, match=r"full_key: model$") as raised:
+        instantiate(wanted.model)
+    said = cause(pickle.loads(pickle.dumps(raised.value)))
+    assert said.startswith("InstantiationException: FileNotFoundError(2, 'No such file or directory')")
 
 
 def test_lengths_are_checked_against_the_model():
@@ -97,6 +120,14 @@ def test_overrides_say_what_the_config_says_and_the_users_come_last():
         "actor_rollout_ref.rollout.dtype=bfloat16",
     ):
         assert line in found
+
+
+def test_a_model_directory_is_named_as_ranks_find_it_that_run_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "near").mkdir()
+    for model, named in (("near", tmp_path / "near"), ("owner/model", "owner/model")):
+        found = settings.overrides(load_config("attnrl_1p5b"), model=model, learn=True)
+        assert f"actor_rollout_ref.model.path='{named}'" in found
 
 
 @pytest.mark.parametrize(

@@ -252,5 +252,6 @@ def cause(error: BaseException) -> str:
     """The innermost reason, in one line: Ray's own errors begin with it, others may have a trace before it."""
     while (inner := getattr(error, "cause", None) or error.__cause__) is not None and inner is not error:
         error = inner
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    said = str(error).split("\nfull_key: ")[0]  # which Hydra ends with
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or [""]
     return f"{type(error).__name__}: {lines[0 if isinstance(error, RayError) else -1]}"[:500]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from importlib import metadata
+from importlib.util import find_spec
 
 from attnrl.errors import ConfigError, MissingExtraError
 
@@ -27,6 +28,8 @@ CONTRACT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("verl.checkpoint_engine:CheckpointEngineManager.sleep_replicas", ()),
     ("verl.workers.rollout.replica:RolloutReplica.init_standalone", ()),
     ("verl.utils.config:omega_conf_to_dataclass", ("config",)),
+    ("verl.utils.device:get_device_name", ()),
+    ("verl.utils.device:get_device_id", ()),
     ("verl.workers.engine_workers:ActorRolloutRefWorker", ("config", "role")),
     ("verl.workers.engine_workers:ActorRolloutRefWorker.init_model", ()),
     ("verl.workers.engine_workers:ActorRolloutRefWorker.update_weights", ("global_steps", "mode")),
@@ -39,9 +42,11 @@ CONTRACT: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def check_verl(contract: tuple[tuple[str, tuple[str, ...]], ...] = CONTRACT) -> None:
-    """Raise where verl is missing, of another release, or the first of its methods does not fit."""
+    """Raise where verl or vLLM is missing, verl of another release, or the first of its methods does not fit."""
     try:
         version = metadata.version("verl")
+        if find_spec("vllm") is None:  # whose builds have several names
+            raise metadata.PackageNotFoundError("vllm")
     except metadata.PackageNotFoundError:
         raise MissingExtraError("engine verl needs verl, Ray and vLLM: pip install 'attnrl[verl,vllm]'") from None
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())

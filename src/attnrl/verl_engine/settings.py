@@ -74,11 +74,12 @@ def overrides(config: Config, *, model: str, learn: bool) -> list[str]:
     """The settings of verl that the config means, those of engine.verl.overrides last."""
     update, engine, dtype = config.update, config.engine.verl, dtype_of(config)
     precision = "bf16" if dtype == "bfloat16" else "fp32"
+    place = str(Path(model).absolute()) if Path(model).is_dir() else model  # ranks may run in another directory
     found: dict[str, Any] = {key: attrgetter(ours)(config) for key, ours in OURS.items()}
     found |= {
         "data.max_prompt_length": config.data.max_prompt_tokens,
         "data.max_response_length": config.sampling.max_response_tokens,
-        "actor_rollout_ref.model.path": "'" + model.replace("'", r"\'") + "'",  # commas and = mean something to Hydra
+        "actor_rollout_ref.model.path": "'" + place.replace("'", r"\'") + "'",  # commas and = mean something to Hydra
         "actor_rollout_ref.model.use_remove_padding": True,
         "actor_rollout_ref.model.enable_gradient_checkpointing": update.gradient_checkpointing == "all",
         "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",  # ours takes its place in every forward
