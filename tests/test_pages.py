@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import runpy
@@ -9,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import attnrl
 from attnrl.config import load_config
+from attnrl.console import HEADER, console_line
 from attnrl.launch.parts import check_parts
 
 ROOT = Path(__file__).parent.parent
@@ -141,6 +144,28 @@ def test_own_model_tables_are_what_the_functions_say():
     for made in (script["table"](found), script["fits"](found), script["layers"](), script["hours"]()):
         assert made in page
     assert script["kept"]() in (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+
+
+def test_metrics_page_says_which_metric_each_column_of_the_console_shows():
+    """A metric that a row names moves the cell under that row's column, and no other."""
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    table = page.partition("| column | metric |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()]
+    named = [(re.findall(r"`([^`]+)`", names), re.findall(r"`(\w+/\w+)`", said)) for names, said in rows]
+    columns = HEADER.split()
+    assert sorted(name for names, _ in named for name in names) == sorted(columns)
+    shown = {"iteration": 1.0, "train/samples": 8.0, "seconds/generate": 2.0, "policy/entropy": 0.5, "policy/kl": 0.5}
+
+    def cells(metrics):
+        out = io.StringIO()
+        console_line(load_config("demo"), Console(file=out, width=400))(metrics)
+        return out.getvalue().splitlines()[1].split()[1:]
+
+    base = {**shown, "generate/tokens": 40.0}
+    for names, metrics in named:
+        for name, metric in zip(names, metrics, strict=False):
+            moved = cells({**base, metric: base.get(metric, 0.0) + 2.0})
+            assert [c for c, a, b in zip(columns, cells(base), moved, strict=True) if a != b] == [name]
 
 
 def test_metrics_page_names_what_a_run_records(here):

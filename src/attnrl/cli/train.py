@@ -1,7 +1,11 @@
 """attnrl train PRESET --run-dir DIR [--resume] [--section.key VALUE ...]
 
 Trains a policy and writes a run directory: resolved config, metrics.jsonl,
-forests in parquet, checkpoints in Hugging Face format.
+forests in parquet, checkpoints in Hugging Face format. Each
+iteration prints a line: prompts of the batch, share of right trunks, share of
+prompts with both outcomes (valid), samples trained on, mean length and share
+cut off of what was drawn, steps a trunk, entropy, KL to the start, speed of
+drawing, time left (docs/metrics.md).
 
 PRESET is a name from `attnrl presets`, or the path of a TOML file. With
 --resume it may be left out: a run goes on from its newest checkpoint with its
