@@ -122,6 +122,10 @@ def test_released_differs_from_paper_where_method_says_so() -> None:
             r"unknown key reward\.1\.zzz; `attnrl config --help` lists the keys",
         ),
         ({"data.train": ["a.jsonl", 3]}, r"data\.train\.2: .*string, got 3"),
+        (
+            {"data.columns": "problem=q,answer=a"},
+            r"data\.columns: should be a table, such as \{name = \"value\"\}; .*, got 'problem=q,answer=a'",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_key(overrides: dict, message: str) -> None:

@@ -151,6 +151,8 @@ def _hint(key: str, place: tuple[int | str, ...]) -> str:
 
 def _said(item: Any) -> str:
     """What a validation says: pydantic's own sentences in our lower case, our own as they are."""
+    if item["type"] == "dict_type":
+        return 'should be a table, such as {name = "value"}; in a shell within single quotes'
     ours = item.get("ctx", {}).get("error")
     return str(ours) if item["type"] == "value_error" and ours else str(item["msg"]).lower()
 
