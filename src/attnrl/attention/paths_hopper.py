@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnrl.attention import pages
+from attnrl.attention.paged_triton import LOG2E
 
-LOG2E = 1.4426950408889634
 PAGE = gl.constexpr(pages.PAGE)
 ROWS = gl.constexpr(64)  # queries of a warpgroup
 HALF = gl.constexpr(64)  # columns of a copy: as wide as its swizzle
