@@ -187,8 +187,9 @@ def result(cell: Cell, run_dir: Path) -> dict[str, Any]:
         "seconds": round(sum(m["seconds/iteration"] for m in loop), 2),
         "series": {name: values for name, values in series.items() if any(v is not None for v in values)},
         "branching": branching(run_dir),
-        "commit": environment["commit"] or os.environ.get("ATTNRL_COMMIT"),  # the latter for a copy without .git
-        "changed": environment["changed"],
+        # The variable tells the commit of a copy that has no history of its own.
+        "commit": os.environ.get("ATTNRL_COMMIT") or environment["commit"],
+        "changed": environment["changed"] and "ATTNRL_COMMIT" not in os.environ,
         "machine": environment["machine"],
         "versions": environment["versions"],
     }
