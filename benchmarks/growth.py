@@ -4,8 +4,9 @@
     python benchmarks/growth.py --shape tiny --prompts 2,4 --limits 64,128 --out growth.json      # a rehearsal
 
 Every response runs to its limit. The second iteration of each case counts: the first draws two batches of trunks and
-compiles. Written after each case as JSON; the growth of a phase is how many times its seconds grew over how many times
-the tokens did, against the case before: 1 is linear.
+compiles. From limit `--once` on, where an iteration takes minutes, the first one does, without the call that draws its
+own trunks. Written after each case as JSON; the growth of a phase is how many times its seconds grew over how many
+times the tokens did, against the case before: 1 is linear.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ PHASES = ("generate", "score", "update", "iteration")
 
 
 def measure(prompts: int, limit: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds, tokens and memory of the second iteration."""
+    """Seconds, tokens and memory of the iteration that counts."""
+    once = limit >= args.once
     part = args.out.with_suffix(".part")
     sys.argv = ["iteration.py", "--shape", args.shape, "--prompts", str(prompts), "--limit", str(limit)]
-    sys.argv += ["--iterations", "2", "--rows", "512", "--layers", "auto", "--out", str(part)]
+    sys.argv += ["--iterations", "1" if once else "2", "--rows", "512", "--layers", "auto", "--out", str(part)]
     sys.argv += ["--tokenizer", args.tokenizer] if args.tokenizer else []
     iteration.main()
+    calls = iteration.ENGINES[0].calls
     iteration.ENGINES.clear()
     gc.collect()
     if torch.cuda.is_available():
@@ -39,7 +42,10 @@ def measure(prompts: int, limit: int, args: argparse.Namespace) -> dict[str, Any
     found = json.loads(part.read_text())["iterations"][-1]
     part.unlink()
     seconds = {name: found[f"seconds/{name}"] for name in PHASES}
-    tokens = {"drawn": found["generate/tokens"], "trained": found["train/tokens"]}
+    tokens = {"drawn": calls[-1][1], "trained": found["train/tokens"]}
+    if once:
+        for spent, _ in calls[:-1]:
+            seconds = {**seconds, **{name: seconds[name] - spent for name in ("generate", "iteration")}}
     memory = found.get("device/peak_memory_gb")
     return {"prompts": prompts, "limit": limit, "seconds": seconds, "tokens": tokens, "peak_gb": memory}
 
@@ -57,6 +63,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", default=None, help="directory of a tokenizer; default: that of made-up tasks")
     parser.add_argument("--limits", default="1024,2048,4096,8192,16384", help="at the first number of prompts")
     parser.add_argument("--prompts", default="4,8,16,32,64", help="at the first limit")
+    parser.add_argument("--once", type=int, default=1 << 30, help="limit from which on one iteration is run, not two")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ import attnrl
 from attnrl.backend import Backend
 from attnrl.local.backend import build
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
-from plain import Work
+from plain import PHASES, Work
 from plain import run as run_plain
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -87,6 +88,7 @@ class Recorder:
     inner: Backend
     mean: float | None  # response tokens; None: every response runs to its limit
     work: Work = field(default_factory=Work)
+    calls: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens of each call of generation
 
     @property
     def version(self) -> int:
@@ -95,7 +97,9 @@ class Recorder:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         asked = [self._cut(request) for request in requests]
         self.work = replace(self.work, requests=asked)
+        began = time.perf_counter()
         rollouts = self.inner.generate(asked, sampling)
+        self.calls.append((time.perf_counter() - began, sum(len(rollout.ids) for rollout in rollouts)))
         return [replace(rollout, finish="stop") for rollout in rollouts]
 
     def _cut(self, request: Request) -> Request:
@@ -167,7 +171,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--microbatch-tokens", type=int, default=16_384)
     parser.add_argument("--lengths", action="store_true", help="responses end at drawn lengths, not at the limit")
-    parser.add_argument("--plain", action="store_true", help="the last iteration again, the plain way")
+    parser.add_argument(
+        "--plain", nargs="*", choices=PHASES, help="the last iteration again, the plain way, all phases or these"
+    )
     parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=True, help="update.fused")
     parser.add_argument("--layers", default="all", help="update.gradient_checkpointing: layers that run again")
     parser.add_argument("--optimizer", default="adamw", help="update.optimizer")
@@ -212,24 +218,24 @@ def main() -> None:
             },
             observers=[keep],
         )
-        if args.plain:
-            work = ENGINES[0].work
+        if args.plain is not None:
+            work, phases = ENGINES[0].work, args.plain or PHASES
             ENGINES.clear()
             gc.collect()
-            record["plain"] = compared(str(Path(folder, "model")), work, rows[-1], args.microbatch_tokens)
+            record["plain"] = compared(str(Path(folder, "model")), work, phases, rows[-1], args.microbatch_tokens)
             args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def compared(folder: str, work: Work, ours: dict[str, float], tokens: int) -> dict[str, Any]:
-    """The plain way's seconds over the same work, and how many times ours they are; ours hold grading too."""
+def compared(folder: str, work: Work, phases: Sequence[str], ours: dict[str, float], tokens: int) -> dict[str, Any]:
+    """The plain way's seconds over the same work, and how many times ours they are; our iteration holds grading too."""
     import torch
 
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    plain = run_plain(folder, work, group_tokens=tokens, delta=4)
-    phases = {name: ours[f"seconds/{name}"] for name in ("generate", "score", "update")}
-    ratios = {name: plain["seconds"][name] / seconds for name, seconds in phases.items()}
-    ratios["iteration"] = sum(plain["seconds"].values()) / ours["seconds/iteration"]
+    plain = run_plain(folder, work, phases, group_tokens=tokens, delta=4)
+    ratios = {name: plain["seconds"][name] / ours[f"seconds/{name}"] for name in phases}
+    if len(ratios) == len(PHASES):
+        ratios["iteration"] = sum(plain["seconds"].values()) / ours["seconds/iteration"]
     return {**plain, "requests": len(work.requests), "samples": len(work.samples), "ratios": ratios}
 
 

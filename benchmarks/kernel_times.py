@@ -31,7 +31,7 @@ def _pool(pages: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, torch.randn_like(keys)
 
 
-TILES = ((64, 4, 3), (64, 4, 5), (64, 4, 1), (64, 2, 3), (32, 4, 5), (32, 2, 3), (128, 4, 3), (128, 4, 1), (128, 8, 3))
+TILES = ((32, 1, 3), (32, 4, 5), (64, 4, 3), (128, 4, 3))
 
 
 def _decode_all(pools: Any, q: Any, table: Any, lengths: Any, items: Any, tiles: Any) -> None:
@@ -45,7 +45,7 @@ def decode_times(tiny: bool, device: str) -> list[dict[str, Any]]:
     The last case has groups of five rows that share 1,984 tokens.
     """
     out = []
-    cases = ((2, 70, 0),) if tiny else ((64, 4096, 0), (8, 4096, 0), (256, 256, 0), (320, 2240, 62))
+    cases = ((2, 70, 0),) if tiny else ((256, 4224, 0), (64, 4096, 0), (8, 4096, 0), (256, 256, 0), (320, 2240, 62))
     for rows, length, shared in cases:
         columns = pages_for(length)
         table = torch.randperm(rows * columns, device=device).int().view(rows, columns)
@@ -55,7 +55,7 @@ def decode_times(tiny: bool, device: str) -> list[dict[str, Any]]:
         q = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, device=device)
         lengths = torch.full((rows,), length - 1, device=device)
         groups = [(i, 5, shared) for i in range(0, rows, 5)] if shared else [(i, 1, 0) for i in range(rows)]
-        for chunk in (64,) if tiny else (128, 256, 512, 832, 1024, 2048):
+        for chunk in (64,) if tiny else (128, 256, 512, 832, 1024, 2112, 4224):
             if not tiny and (rows * length / chunk * KV_HEADS < 200 or (rows >= 64 and chunk < 256)):
                 continue
             items = cut(groups, np.full(rows, length), chunk)

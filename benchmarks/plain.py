@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from attnrl.types import Ids, Request, Sample, ScoreRequest
 
 PAD = 0
+PHASES = ("generate", "score", "update")
 
 
 @dataclass(slots=True)
@@ -55,18 +56,22 @@ class Clock:
         self.seconds[name] = time.perf_counter() - began
 
 
-def run(folder: str, work: Work, *, group_tokens: int, delta: int) -> dict[str, Any]:
-    """Seconds and memory of each phase over the work. `group_tokens`: padded tokens of a microbatch."""
+def run(folder: str, work: Work, phases: Sequence[str], *, group_tokens: int, delta: int) -> dict[str, Any]:
+    """Seconds and memory of these phases over the work. `group_tokens`: padded tokens of a microbatch."""
     clock = Clock()
-    drawn = generate(folder, work.requests, clock)
-    model = load(folder)
-    with clock.phase("score"):
-        for request in work.scored:
-            dense_fci(model, request, delta)
-    del model
-    update(folder, work.samples, group_tokens, clock)
-    tokens = sum(len(s.response) for s in work.samples)
-    return {"sampler": drawn, "seconds": clock.seconds, "peak_gb": clock.peak_gb, "update_tokens": tokens}
+    found: dict[str, Any] = {"seconds": clock.seconds, "peak_gb": clock.peak_gb}
+    if "generate" in phases:
+        found["sampler"] = generate(folder, work.requests, clock)
+    if "score" in phases:
+        model = load(folder)
+        with clock.phase("score"):
+            for request in work.scored:
+                dense_fci(model, request, delta)
+        del model
+    if "update" in phases:
+        update(folder, work.samples, group_tokens, clock)
+        found["update_tokens"] = sum(len(s.response) for s in work.samples)
+    return found
 
 
 def load(folder: str, dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa") -> Any:

@@ -66,7 +66,8 @@ def check_counting(rows: list[Sample]) -> None:
     kept = learner.recompute.kept
     assert kept is not None
     heads = SHAPE["num_attention_heads"]
-    assert kept.entry == 4 * (SHAPE["hidden_size"] + heads * SHAPE["head_dim"] + heads)  # a log-sum-exp for each head
+    entry = 4 * (SHAPE["hidden_size"] + heads * SHAPE["head_dim"] + heads)  # a log-sum-exp for each head
+    assert kept.entry == entry if DEVICE == "cpu" else entry <= kept.entry < 2 * entry, kept  # a GPU's kernels pad it
     assert kept.whole > 5 * kept.entry
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-6
 

@@ -24,6 +24,41 @@ LOG2E = 1.4426950408889634
 # Gluon is experimental: only the Triton versions that compile our kernels are trusted with it.
 GLUON = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 10)
 Tile = tuple[int, int, int]  # keys a turn, warps, stages
+WARP_OUTPUTS = 2048  # numbers of a result that one warp can hold beside its tiles
+
+
+@triton.jit
+def _tile(POOL, slot_n, real_n, D: tl.constexpr, BD: tl.constexpr, MASK: tl.constexpr):
+    d = tl.arange(0, BD)
+    place = slot_n[:, None] * D + d
+    if MASK:
+        return tl.load(POOL + place, mask=real_n[:, None] & (d < D), other=0.0)
+    elif D == BD:
+        return tl.load(POOL + place)
+    else:
+        return tl.load(POOL + place, mask=d < D, other=0.0)
+
+
+@triton.jit
+def _turn(
+    q, KEYS, VALUES, slot_n, real_n, seen_mn, top, total, acc, scale2,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys and values, added to the softmax so far; without MASK every query sees all of it."""
+    k = _tile(KEYS, slot_n, real_n, D, BD, MASK)
+    x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASK:
+        x = tl.where(seen_mn, x, -float("inf"))
+    new_top = tl.maximum(top, tl.max(x, 1))
+    base = new_top * scale2
+    if MASK:
+        base = tl.where(new_top == -float("inf"), 0.0, base)
+    p = tl.exp2(x * scale2 - base[:, None])
+    keep = tl.exp2(top * scale2 - base)
+    total = total * keep + tl.sum(p, 1)
+    v = _tile(VALUES, slot_n, real_n, E, BE, MASK)
+    acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
+    return new_top, total, acc
 
 
 # Numbers that change from call to call must not make Triton compile once more.
@@ -49,8 +84,11 @@ def _decode(
     head_m = kv * G + m % G
     newest_m = tl.load(LENGTHS + row_m).to(tl.int32)  # the newest token's position: it is already stored
     end = tl.minimum(stop, tl.max(newest_m, 0) + 1)
+    oldest = tl.min(newest_m, 0) + 1
+    clear = start + tl.maximum(tl.minimum(end, oldest) - start, 0) // BN * BN  # tiles before this are seen by every row
     if WINDOW:
-        start = tl.maximum(start, (tl.min(newest_m, 0) + 1 - window) // BN * BN)
+        start = tl.maximum(start, (oldest - window) // BN * BN)
+        clear = start
     d = tl.arange(0, BD)
     e = tl.arange(0, BE)
     q = tl.load(Q + row_m[:, None] * q_pitch + head_m[:, None] * D + d, mask=real_m[:, None] & (d < D), other=0.0)
@@ -58,25 +96,32 @@ def _decode(
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BE], tl.float32)
     table = TABLE + first * table_pitch
-    for at in range(start, end, BN):
-        n = at + tl.arange(0, BN)
+    place_n = tl.arange(0, BN)
+    if BN == PAGE:  # a page a turn: the number of the next is brought meanwhile, so that its keys need not wait for it
+        page = tl.load(table + start // PAGE, mask=start < clear, other=0)
+        for at in range(start, clear, BN):
+            slot = (page.to(tl.int64) * K + kv) * PAGE + place_n
+            page = tl.load(table + at // PAGE + 1, mask=at + PAGE < clear, other=0)
+            top, total, acc = _turn(
+                q, KEYS, VALUES, slot, None, None, top, total, acc, scale2, D, E, BD, BE, False, PRECISION
+            )
+    else:
+        for at in range(start, clear, BN):
+            n = at + place_n
+            slot = (tl.load(table + n // PAGE).to(tl.int64) * K + kv) * PAGE + n % PAGE
+            top, total, acc = _turn(
+                q, KEYS, VALUES, slot, None, None, top, total, acc, scale2, D, E, BD, BE, False, PRECISION
+            )
+    for at in tl.range(clear, end, BN, num_stages=None if WINDOW else 1):
+        n = at + place_n
         here = n < end
-        page = tl.load(table + n // PAGE, mask=here, other=0).to(tl.int64)
-        slot = (page * K + kv) * PAGE + n % PAGE
-        k = tl.load(KEYS + slot[:, None] * D + d, mask=here[:, None] & (d < D), other=0.0)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2
+        slot = (tl.load(table + n // PAGE, mask=here, other=0).to(tl.int64) * K + kv) * PAGE + n % PAGE
         seen = here & (n <= newest_m[:, None])
         if WINDOW:
             seen = seen & (n > newest_m[:, None] - window)
-        x = tl.where(seen, x, -float("inf"))
-        new_top = tl.maximum(top, tl.max(x, 1))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        p = tl.exp2(x - base[:, None])
-        keep = tl.exp2(top - base)
-        total = total * keep + tl.sum(p, 1)
-        v = tl.load(VALUES + slot[:, None] * E + e, mask=here[:, None] & (e < E), other=0.0)
-        acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        top = new_top
+        top, total, acc = _turn(
+            q, KEYS, VALUES, slot, here, seen, top, total, acc, scale2, D, E, BD, BE, True, PRECISION
+        )
     norm = tl.where(total > 0.0, 1.0 / total, 0.0)
     inside = real_m[:, None] & (e < E)
     if DIRECT:
@@ -85,7 +130,7 @@ def _decode(
     else:
         part = (row_m * splits + split) * H + head_m
         tl.store(PART + part[:, None] * E + e, acc * norm[:, None], mask=inside)
-        lse = tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), -float("inf"))
+        lse = tl.where(total > 0.0, top * scale2 + tl.log2(tl.where(total > 0.0, total, 1.0)), -float("inf"))
         tl.store(LSE + part, lse, mask=real_m)
 
 
@@ -140,43 +185,27 @@ def _paths(
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BE], tl.float32)
     start = 0
+    clear = (position + 1) // BN * BN  # keys before this are seen by every query
     if WINDOW:
         start = tl.maximum(0, (position + 1 - window) // BN * BN)
-    end = position + count
-    clear = end if WINDOW else (position + 1) // BN * BN  # keys before this are seen by every query
-    if WINDOW:
         clear = start
+    end = position + count
     for at in range(start, clear, BN):
         n = at + tl.arange(0, BN)
         slot = (tl.load(table + n // PAGE).to(tl.int64) * K + kv) * PAGE + n % PAGE
-        k = tl.load(KEYS + slot[:, None] * D + d, mask=d < D, other=0.0)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2
-        new_top = tl.maximum(top, tl.max(x, 1))
-        p = tl.exp2(x - new_top[:, None])
-        keep = tl.exp2(top - new_top)
-        total = total * keep + tl.sum(p, 1)
-        v = tl.load(VALUES + slot[:, None] * E + e, mask=e < E, other=0.0)
-        acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        top = new_top
+        top, total, acc = _turn(
+            q, KEYS, VALUES, slot, None, None, top, total, acc, scale2, D, E, BD, BE, False, PRECISION
+        )
     for at in range(clear, end, BN):
         n = at + tl.arange(0, BN)
         here = n < end
-        page = tl.load(table + n // PAGE, mask=here, other=0).to(tl.int64)
-        slot = (page * K + kv) * PAGE + n % PAGE
-        k = tl.load(KEYS + slot[:, None] * D + d, mask=here[:, None] & (d < D), other=0.0)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2
+        slot = (tl.load(table + n // PAGE, mask=here, other=0).to(tl.int64) * K + kv) * PAGE + n % PAGE
         seen = here & (n <= (position + m)[:, None])
         if WINDOW:
             seen = seen & (n > (position + m)[:, None] - window)
-        x = tl.where(seen, x, -float("inf"))
-        new_top = tl.maximum(top, tl.max(x, 1))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        p = tl.exp2(x - base[:, None])
-        keep = tl.exp2(top - base)
-        total = total * keep + tl.sum(p, 1)
-        v = tl.load(VALUES + slot[:, None] * E + e, mask=here[:, None] & (e < E), other=0.0)
-        acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        top = new_top
+        top, total, acc = _turn(
+            q, KEYS, VALUES, slot, here, seen, top, total, acc, scale2, D, E, BD, BE, True, PRECISION
+        )
     out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     place = (first + m)[:, None] * out_pitch + head * E + e
     tl.store(OUT + place, out.to(OUT.dtype.element_ty), mask=real_m[:, None] & (e < E))
@@ -199,7 +228,7 @@ def decode(
     *,
     scale: float,
     window: int | None,
-    tiles: tuple[Tile, Tile] = ((32, 4, 5), (128, 4, 3)),
+    tiles: tuple[Tile, Tile] = ((32, 1, 3), (128, 4, 3)),
 ) -> Tensor:
     """Attention of one query a row over its pages: [R, H * E]. Without `splits_R` every row is one item.
 
@@ -222,7 +251,7 @@ def decode(
             q_RHD, keys, values, table_RM, lengths_R, items, out_RW, part, lse, scale * LOG2E, q_RHD.stride(0),
             out_RW.stride(0), table_RM.stride(0), window or 0, splits, heads, kv_heads, groups, dim, value_dim, wide,
             wide_value, high, tile[0], PAGE, direct, window is not None, _precision(q_RHD.dtype),
-            num_warps=tile[1], num_stages=tile[2],
+            num_warps=max(tile[1], min(8, high * wide_value // WARP_OUTPUTS)), num_stages=tile[2],
         )  # fmt: skip
     if splits_R is not None:
         _join[(rows, heads)](
