@@ -56,6 +56,13 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
     },
+    "mini": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,

@@ -31,12 +31,12 @@ def _pool(pages: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, torch.randn_like(keys)
 
 
-TILES = ((32, 1, 3), (32, 4, 5), (64, 4, 3), (128, 4, 3))
+TILES = ((1, 3), (1, 2), (1, 4), (2, 3), (2, 4), (4, 3), (4, 4))  # warps, stages
 
 
-def _decode_all(pools: Any, q: Any, table: Any, lengths: Any, items: Any, tiles: Any) -> None:
+def _decode_all(pools: Any, q: Any, table: Any, lengths: Any, items: Any, tile: Any) -> None:
     for keys, values in pools:
-        paged_triton.decode(q, keys, values, table, lengths, *items, scale=0.09, window=None, tiles=tiles)
+        paged_triton.decode(q, keys, values, table, lengths, *items, scale=0.09, window=None, tile=tile)
 
 
 def decode_times(tiny: bool, device: str) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def decode_times(tiny: bool, device: str) -> list[dict[str, Any]]:
             part = torch.empty(rows, most, HEADS, DIM, device=device)
             scratch = (part, torch.empty_like(part[..., 0]))
             for tile in TILES[: 1 if tiny else None]:
-                call = partial(_decode_all, pools, q, table, lengths, (single, both, splits, scratch), (tile, tile))
+                call = partial(_decode_all, pools, q, table, lengths, (single, both, splits, scratch), tile)
                 ms = timed(call, device) / len(pools)
                 tokens = rows * length - sum((n - 1) * pages * PAGE for _, n, pages in groups)
                 gbs = 4 * tokens * KV_HEADS * DIM / ms / 1e6

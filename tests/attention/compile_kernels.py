@@ -57,9 +57,9 @@ PRODUCT = {"GATED": False, "BT": 64, "BN": 64, "BK": 128, "EVEN": True}
 TURN = {"H": 12, "D": 128, "BH": 16, "BHALF": 64}
 # name, kernel, types, constants, warps, stages
 KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
-    ("decode", paged_triton._decode, POOL, HEADS | {"BM": 16, "BN": 32, "DIRECT": False}, 1, 3),
-    ("shared", paged_triton._decode, POOL, HEADS | {"BM": 32, "BN": 128, "DIRECT": False}, 4, 3),
-    ("direct", paged_triton._decode, POOL, HEADS | {"BM": 16, "BN": 32, "DIRECT": True}, 1, 3),
+    ("decode", paged_triton._decode, POOL, HEADS | {"BM": 16, "DIRECT": False}, 1, 3),
+    ("shared", paged_triton._decode, POOL, HEADS | {"BM": 32, "DIRECT": False}, 2, 3),
+    ("direct", paged_triton._decode, POOL, HEADS | {"BM": 16, "DIRECT": True}, 1, 3),
     ("join", paged_triton._join, POOL, HEADS | {"BS": 8}, 1, 3),
     ("paths", paged_triton._paths, POOL, HEADS | {"BM": 64, "BN": 64}, 4, 3),
     ("add_norm", fused_triton._add_norm, LAYER, {"BW": 2048, "PARTS": 1}, 4, 3),

@@ -90,7 +90,7 @@ def decode_case(
         None if splits is None else (part, part[..., 0].contiguous()),
         scale=0.3,
         window=window,
-        tiles=((32, 4, 2), (32, 4, 2)),
+        tile=(4, 2),
     )
     worst = 0.0
     for row, length in enumerate(lengths):

@@ -76,7 +76,7 @@ class PagedDecode:
             self.scratch,
             scale=scaling,
             window=window,
-            tiles=((32, 1, 3), (128, 4, 3)) if q_RHD.dtype != torch.float32 else ((32, 4, 2), (32, 4, 2)),
+            tile=(1, 3) if q_RHD.dtype != torch.float32 else (4, 2),
         )
         return out
 

@@ -66,8 +66,8 @@ def _turn(
 def _decode(
     Q, KEYS, VALUES, TABLE, LENGTHS, ITEMS, OUT, PART, LSE, scale2, q_pitch, out_pitch, table_pitch, window, splits,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    BE: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     item = ITEMS + tl.program_id(0) * 5
     kv = tl.program_id(1)
@@ -84,10 +84,12 @@ def _decode(
     head_m = kv * G + m % G
     newest_m = tl.load(LENGTHS + row_m).to(tl.int32)  # the newest token's position: it is already stored
     end = tl.minimum(stop, tl.max(newest_m, 0) + 1)
-    oldest = tl.min(newest_m, 0) + 1
-    clear = start + tl.maximum(tl.minimum(end, oldest) - start, 0) // BN * BN  # tiles before this are seen by every row
+    shortest = tl.min(newest_m, 0) + 1
+    clear = (
+        start + tl.maximum(tl.minimum(end, shortest) - start, 0) // PAGE * PAGE
+    )  # every row sees the pages before it
     if WINDOW:
-        start = tl.maximum(start, (oldest - window) // BN * BN)
+        start = tl.maximum(start, (shortest - window) // PAGE * PAGE)
         clear = start
     d = tl.arange(0, BD)
     e = tl.arange(0, BE)
@@ -96,26 +98,19 @@ def _decode(
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BE], tl.float32)
     table = TABLE + first * table_pitch
-    place_n = tl.arange(0, BN)
-    if BN == PAGE:  # a page a turn: the number of the next is brought meanwhile, so that its keys need not wait for it
-        page = tl.load(table + start // PAGE, mask=start < clear, other=0)
-        for at in range(start, clear, BN):
-            slot = (page.to(tl.int64) * K + kv) * PAGE + place_n
-            page = tl.load(table + at // PAGE + 1, mask=at + PAGE < clear, other=0)
-            top, total, acc = _turn(
-                q, KEYS, VALUES, slot, None, None, top, total, acc, scale2, D, E, BD, BE, False, PRECISION
-            )
-    else:
-        for at in range(start, clear, BN):
-            n = at + place_n
-            slot = (tl.load(table + n // PAGE).to(tl.int64) * K + kv) * PAGE + n % PAGE
-            top, total, acc = _turn(
-                q, KEYS, VALUES, slot, None, None, top, total, acc, scale2, D, E, BD, BE, False, PRECISION
-            )
-    for at in tl.range(clear, end, BN, num_stages=None if WINDOW else 1):
+    place_n = tl.arange(0, PAGE)
+    page = tl.load(table + start // PAGE, mask=start < clear, other=0)
+    for at in range(start, clear, PAGE):
+        slot = (page.to(tl.int64) * K + kv) * PAGE + place_n
+        # The next page's number is brought a turn early: its keys can be asked for without waiting for it.
+        page = tl.load(table + at // PAGE + 1, mask=at + PAGE < clear, other=0)
+        top, total, acc = _turn(
+            q, KEYS, VALUES, slot, None, None, top, total, acc, scale2, D, E, BD, BE, False, PRECISION
+        )
+    for at in tl.range(clear, end, PAGE, num_stages=None if WINDOW else 1):
         n = at + place_n
         here = n < end
-        slot = (tl.load(table + n // PAGE, mask=here, other=0).to(tl.int64) * K + kv) * PAGE + n % PAGE
+        slot = (tl.load(table + at // PAGE).to(tl.int64) * K + kv) * PAGE + place_n
         seen = here & (n <= newest_m[:, None])
         if WINDOW:
             seen = seen & (n > newest_m[:, None] - window)
@@ -228,11 +223,11 @@ def decode(
     *,
     scale: float,
     window: int | None,
-    tiles: tuple[Tile, Tile] = ((32, 1, 3), (128, 4, 3)),
+    tile: tuple[int, int] = (1, 3),
 ) -> Tensor:
     """Attention of one query a row over its pages: [R, H * E]. Without `splits_R` every row is one item.
 
-    `scratch` holds the pieces, [R, S, H, E] and [R, S, H] in float32. `tiles`: of single and of shared items.
+    `scratch` holds the pieces, [R, S, H, E] and [R, S, H] in float32. `tile`: warps, at least, and stages.
     """
     rows, heads, dim = q_RHD.shape
     kv_heads, value_dim = keys.shape[1], values.shape[3]
@@ -244,14 +239,14 @@ def decode(
     wide, wide_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
     queries = max(16, triton.next_power_of_2(groups))
     tall = max(queries, SHARED_QUERIES)
-    for items, high, tile in ((single_I5, queries, tiles[0]), (shared_I5, tall, tiles[1])):
+    for items, high in ((single_I5, queries), (shared_I5, tall)):
         if items is None:
             continue
         _decode[(items.shape[0], kv_heads)](
             q_RHD, keys, values, table_RM, lengths_R, items, out_RW, part, lse, scale * LOG2E, q_RHD.stride(0),
             out_RW.stride(0), table_RM.stride(0), window or 0, splits, heads, kv_heads, groups, dim, value_dim, wide,
-            wide_value, high, tile[0], PAGE, direct, window is not None, _precision(q_RHD.dtype),
-            num_warps=max(tile[1], min(8, high * wide_value // WARP_OUTPUTS)), num_stages=tile[2],
+            wide_value, high, PAGE, direct, window is not None, _precision(q_RHD.dtype),
+            num_warps=max(tile[0], min(8, high * wide_value // WARP_OUTPUTS)), num_stages=tile[1],
         )  # fmt: skip
     if splits_R is not None:
         _join[(rows, heads)](
