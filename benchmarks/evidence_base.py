@@ -34,6 +34,7 @@ TESTBEDS = {
     "pair": "pair",
     "long": "long",
     "late": "late",
+    "tail": "tail",
     "demo": "the demo",
     "trained": "the demo, trained",
 }

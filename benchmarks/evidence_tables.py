@@ -136,6 +136,9 @@ PAIRS = (
     ("s_residual", "s_atb"),
     ("s_mean", "s_atb"),
     ("s_entropy", "s_atb"),
+    ("s_entropy", "s_treerl"),
+    ("s_mean", "s_treerl"),
+    ("s_oracle", "s_entropy"),
     ("s_random", "s_first"),
     ("s_residual", "s_first"),
     ("s_residual", "s_random"),
@@ -396,6 +399,7 @@ def curves(rows: Rows, path: Path) -> None:
 
 def write_all(results: Path) -> None:
     """Every table of the page and every figure, from the rows on record."""
+    page = PAGE.read_text()
     made: dict[str, str] = {}
     makers: dict[str, Callable[[Rows], str]] = {
         "main": main_table,
@@ -411,7 +415,7 @@ def write_all(results: Path) -> None:
     for file in sorted(results.glob("*.jsonl")):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         made |= {f"{file.stem} {name}": make(rows) for name, make in makers.items()}
-        if by_preset(rows, "main"):
+        if f"/results_{file.stem}.svg" in page:
             curves(rows, FIGURES / f"results_{file.stem}.svg")
     for file in sorted(results.glob("*_values.json")):
         tables = value_tables(json.loads(file.read_text()))
@@ -420,7 +424,6 @@ def write_all(results: Path) -> None:
         made["ceiling"] = ceiling_table(json.loads((results / "ceiling.json").read_text()))
     made |= {name: table(cells) for name, cells in base_cells(results).items()}
     base_figures(results, FIGURES)
-    page = PAGE.read_text()
     for name in re.findall(r"<!-- table (.+?) -->", page):
         if name not in made:
             raise SystemExit(f"{PAGE} asks for table {name!r}; there are: {', '.join(made)}")

@@ -282,9 +282,9 @@ class Bench:
     def compile(self, size: str) -> None:
         """Runs every kernel once, over few tokens: Triton compiles at the first use on a machine."""
         model = self.model(size)
-        sampler = Sampler(model, stop_ids=[], rows=16, **self.paged)
-        for context, shared in ((64, 0), (640, 600)):
-            rows = contexts(10, context, shared, model.config.vocab_size, self.rng)
+        sampler = Sampler(model, stop_ids=[], rows=64, **self.paged)
+        for count, context, shared in ((10, 64, 0), (10, 640, 600), (30, 64, 0), (60, 64, 0)):
+            rows = contexts(count, context, shared, model.config.vocab_size, self.rng)
             sampler.generate([Request(row, 20, i) for i, row in enumerate(rows)], Sampling(), version=0)
         sampler.close()
 

@@ -43,8 +43,10 @@ def measure(prompts: int, limit: int, args: argparse.Namespace) -> dict[str, Any
     part.unlink()
     seconds = {name: found[f"seconds/{name}"] for name in PHASES}
     tokens = {"drawn": calls[-1][1], "trained": found["train/tokens"]}
+    if args.shape != "tiny" and tokens["drawn"] < 0.9 * calls[-1][2]:
+        raise SystemExit(f"responses end before {limit} tokens: a random model needs a large vocabulary not to stop")
     if once:
-        for spent, _ in calls[:-1]:
+        for spent, *_ in calls[:-1]:
             seconds = {**seconds, **{name: seconds[name] - spent for name in ("generate", "iteration")}}
     memory = found.get("device/peak_memory_gb")
     return {"prompts": prompts, "limit": limit, "seconds": seconds, "tokens": tokens, "peak_gb": memory}

@@ -95,7 +95,7 @@ class Recorder:
     inner: Backend
     mean: float | None  # response tokens; None: every response runs to its limit
     work: Work = field(default_factory=Work)
-    calls: list[tuple[float, int]] = field(default_factory=list)  # seconds and tokens of each call of generation
+    calls: list[tuple[float, int, int]] = field(default_factory=list)  # of generation: seconds, tokens drawn, asked for
 
     @property
     def version(self) -> int:
@@ -106,7 +106,8 @@ class Recorder:
         self.work = replace(self.work, requests=asked)
         began = time.perf_counter()
         rollouts = self.inner.generate(asked, sampling)
-        self.calls.append((time.perf_counter() - began, sum(len(rollout.ids) for rollout in rollouts)))
+        tokens = sum(len(rollout.ids) for rollout in rollouts), sum(request.max_tokens for request in asked)
+        self.calls.append((time.perf_counter() - began, *tokens))
         return [replace(rollout, finish="stop") for rollout in rollouts]
 
     def _cut(self, request: Request) -> Request:
