@@ -11,7 +11,8 @@ interrupted goes on from its run directory. A stage takes its presets and seeds 
 `workers`: "alone" has one, so that seconds are those of a machine that runs nothing else. Stage "sweep" runs all rates;
 the rate of a preset in other stages is the one with the best mean accuracy over the sweep's seeds, unless the stage
 names `rates` of its own. A queue file with a table `warmup` (flags of `attnrl warmup`) makes its base model where there
-is none yet. A cell that fails is named at the end and left to the next command.
+is none yet, unless docs/results/bases/NAME holds the one of its rows. A cell that fails is named at the end and left to
+the next command.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from attnrl.data import tasks
 
 HELD_OUT = re.compile(r"eval/(.+)/pass@1")
 RESULTS = Path("docs/results")
+BASES = RESULTS / "bases"  # base models of queues that would take hours on a CPU, in bfloat16
 SERIES = {  # of every iteration, for the curves
     "tokens": "generate/total_tokens",
     "accuracy": "trunks/accuracy",
@@ -152,8 +154,12 @@ def words(flags: dict[str, Any]) -> list[str]:
 
 
 def warm_up(queue: Queue) -> None:
-    """Makes the queue's base model, if it says how and there is none yet."""
-    if queue.warmup and not (Path(queue.warmup["output"]) / "config.json").exists():
+    """Makes the queue's base model, if it says how and there is none yet, or copies that of its rows."""
+    if not queue.warmup or (Path(queue.warmup["output"]) / "config.json").exists():
+        return
+    if (kept := BASES / queue.name).exists():
+        shutil.copytree(kept, queue.warmup["output"])
+    else:
         print(f"warm-up of {queue.warmup['output']}", flush=True)
         subprocess.run([sys.executable, "-m", "attnrl", "warmup", *words(queue.warmup)], check=True)
 

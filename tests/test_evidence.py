@@ -76,6 +76,15 @@ class TestQueue:
         assert queue.overrides(cells[2]) == {"algo.points": 3, "update.lr": 0.1, "run.seed": 0}
         assert Cell(**row("main", "a", 1, 0.1, 0.5)["cell"]).knob == ""  # rows from before there were knobs
 
+    def test_the_base_of_the_rows_on_record_is_taken_where_it_is_kept(self, tmp_path, monkeypatch):
+        kept = evidence.BASES / "tail"
+        monkeypatch.setattr(evidence, "BASES", ROOT / evidence.BASES)
+        monkeypatch.chdir(tmp_path)
+        evidence.warm_up(evidence.read_queue(ROOT / "benchmarks/evidence_tail.toml"))
+        assert (tmp_path / "runs/tail/model.safetensors").read_bytes() == (
+            ROOT / kept / "model.safetensors"
+        ).read_bytes()
+
     def test_a_row_on_record_stays_and_new_ones_join_it(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         Path("docs/results").mkdir(parents=True)

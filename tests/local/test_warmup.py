@@ -113,6 +113,15 @@ def test_target_accuracy_ends_training_early(tmp_path: Path) -> None:
     assert run.tokens < 10_000
 
 
+def test_target_loss_ends_training_early_and_waits_for_the_accuracy(tmp_path: Path) -> None:
+    run = warmup(tmp_path, OPTIONS.model_copy(update={"target_loss": 100.0, "evaluations": 4}))
+    run.train()
+    assert run.tokens < 10_000
+    both = {"target_loss": 100.0, "target_accuracy": 1.1, "evaluations": 4}
+    run = warmup(tmp_path / "both", OPTIONS.model_copy(update=both))
+    assert run.train()["warmup/tokens"] >= 10_000
+
+
 def test_the_learning_rate_follows_time_or_tokens_whichever_is_ahead(tmp_path: Path) -> None:
     run = warmup(tmp_path, WarmupOptions(seconds=100.0, tokens=1000, evaluation_tasks=1))
     run.tokens = 300

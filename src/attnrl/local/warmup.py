@@ -55,6 +55,9 @@ class WarmupOptions(Section):
     """Token budget (prompts included); with both budgets the first one to run out ends it."""
     target_accuracy: float | None = None
     """Stop once held-out accuracy reaches this share."""
+    target_loss: float | None = None
+    """Stop once the loss since the last check is at most this; with both targets, once both are reached: an accuracy
+    can be there before all is learned that it does not need."""
     batch_tokens: int | None = Field(None, gt=0)
     """Packed tokens per update; by default 32,768 on CUDA and 4,096 elsewhere."""
     microbatch_tokens: int | None = Field(None, gt=0)
@@ -91,6 +94,17 @@ class WarmupOptions(Section):
         if self.seconds is None and self.tokens is None:
             raise ValueError("a warm-up needs a budget: --seconds, --tokens or both")
         return self
+
+    def reached(self, accuracy: float, loss: float) -> bool:
+        """Whether there is a target, and all that there are have been reached.
+
+        >>> options = WarmupOptions(tokens=9, target_accuracy=0.4, target_loss=0.2)
+        >>> options.reached(0.5, 0.7), options.reached(0.5, 0.1), WarmupOptions(tokens=9).reached(1.0, 0.0)
+        (False, True, False)
+        """
+        accurate = self.target_accuracy is None or accuracy >= self.target_accuracy
+        low = self.target_loss is None or loss <= self.target_loss
+        return accurate and low and (self.target_accuracy, self.target_loss) != (None, None)
 
     def learning_rate(self, share: float, updates: int) -> float:
         """After `updates` updates and this share of the budget.
@@ -162,7 +176,7 @@ class Warmup:
                     checks += 1
                     metrics = self._check(losses, now - start)
                     losses.clear()
-                    reached = options.target_accuracy is not None and (self.accuracy or 0.0) >= options.target_accuracy
+                    reached = options.reached(self.accuracy or 0.0, metrics["warmup/loss"])
                     if observer:
                         observer(share, metrics)
                     if share >= 1.0 or reached:
@@ -247,7 +261,7 @@ class Warmup:
     def _check(self, losses: list[torch.Tensor], seconds: float) -> dict[str, float]:
         loss = torch.stack(losses).mean().item() if losses else math.nan
         if losses and not math.isfinite(loss):
-            raise TrainingError("the warm-up's loss is not finite; try a lower --options.lr")
+            raise TrainingError("the warm-up's loss is not finite; try a lower --lr")
         metrics = {
             "warmup/updates": float(self.updates),
             "warmup/tokens": float(self.tokens),
