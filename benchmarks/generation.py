@@ -169,9 +169,9 @@ class Bench:
         return {"mean": float(np.abs(gap).mean()), "largest": float(np.abs(gap).max()), "kl": float(gap.mean())}
 
     def kernels(self) -> dict[str, Any]:
-        from kernel_times import decode_times, prefill_times, product_times
+        from kernel_times import decode_times, gated_times, prefill_times, product_times
 
-        times = {"decode": decode_times, "prefill": prefill_times, "products": product_times}
+        times = {"decode": decode_times, "prefill": prefill_times, "products": product_times, "gated": gated_times}
         return {name: measure(self.tiny, self.device) for name, measure in times.items()}
 
     def steps(self) -> list[dict[str, Any]]:
@@ -346,7 +346,7 @@ def main() -> None:
         if section == "kernels" and "decode" in report[section]:
             for rows in {line["rows"] for line in report[section]["decode"]}:
                 print(*[line for line in report[section]["decode"] if line["rows"] == rows][:6], sep="\n", flush=True)
-            print(report[section]["prefill"], report[section]["products"], sep="\n", flush=True)
+            print(*(report[section][name] for name in ("prefill", "products", "gated")), sep="\n", flush=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -127,3 +127,20 @@ def product_times(tiny: bool, device: str) -> list[dict[str, Any]]:
             us = {of: 1e3 * timed(run, device) / len(weights) for of, run in (("us", ours), ("library_us", theirs))}
             out.append({"product": name, "rows": rows, **us})
     return out
+
+
+def gated_times(tiny: bool, device: str) -> list[dict[str, Any]]:
+    """Gate and up of a prefill, the library's product and our activation, over so many tokens at a time.
+
+    Few, and the activation finds the product in the L2; many, and the product fills the GPU.
+    """
+    tokens, width, inner = (64, 64, 64) if tiny else (16_384, 1536, 8960)
+    x = torch.randn(tokens, width, device=device).bfloat16()
+    weight = (torch.randn(2 * inner, width, device=device) / width**0.5).bfloat16()
+
+    def run(part: int) -> None:
+        for piece in x.split(part):
+            fused_triton.gate(*torch.nn.functional.linear(piece, weight).chunk(2, -1))
+
+    parts = (32, 64) if tiny else (512, 1024, 1152, 2304, 4096, 16_384)
+    return [{"tokens": tokens, "at a time": part, "us": 1e3 * timed(partial(run, part), device)} for part in parts]
