@@ -113,7 +113,9 @@ class Queue:
 
 def read_queue(path: Path) -> Queue:
     values = tomllib.loads(path.read_text())
-    return Queue(values["name"], tuple(values["rates"]), values["stages"], values.get("warmup", {}))
+    every = values.get("overrides", {})
+    stages = {n: {**stage, "overrides": every | stage.get("overrides", {})} for n, stage in values["stages"].items()}
+    return Queue(values["name"], tuple(values["rates"]), stages, values.get("warmup", {}))
 
 
 def read_rows(name: str) -> list[dict[str, Any]]:
