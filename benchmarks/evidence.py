@@ -12,7 +12,7 @@ interrupted goes on from its run directory. A stage takes its presets and seeds 
 the rate of a preset in other stages is the one with the best mean accuracy over the sweep's seeds, unless the stage
 names `rates` of its own. A queue file with a table `warmup` (flags of `attnrl warmup`) makes its base model where there
 is none yet, unless docs/results/bases/NAME holds the one of its rows. A cell that fails is named at the end and left to
-the next command.
+the next command. Where the code is a copy without its history, ATTNRL_COMMIT says which commit it is.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ def result(cell: Cell, run_dir: Path) -> dict[str, Any]:
         "series": {name: values for name, values in series.items() if any(v is not None for v in values)},
         "branching": branching(run_dir),
         # The variable tells the commit of a copy that has no history of its own.
-        "commit": os.environ.get("ATTNRL_COMMIT") or environment["commit"],
-        "changed": environment["changed"] and "ATTNRL_COMMIT" not in os.environ,
+        "commit": (said := os.environ.get("ATTNRL_COMMIT")) or environment["commit"],
+        "changed": environment["changed"] and not said,
         "machine": environment["machine"],
         "versions": environment["versions"],
     }

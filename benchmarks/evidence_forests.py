@@ -85,7 +85,7 @@ def summary(trees: Sequence[RecordedTree]) -> dict[str, float]:
     known = [t.starts[t.decisive[0]] / t.tokens for t in trees if t.decisive]
     if known:
         found["decisive"] = float(np.mean(known))
-    scored = [t for t in trees if t.fci and np.isfinite(t.fci).all() and len(t.fci) > 6]
+    scored = [t for t in trees if t.fci and np.isfinite(t.fci).all() and len(t.fci) > 6 and np.ptp(t.fci) > 0]
     if scored:
         found["position_correlation"] = float(
             np.mean([rank_correlation(t.fci[1:-4], range(len(t.fci) - 5)) for t in scored])

@@ -190,14 +190,15 @@ def ending(row: dict[str, Any], iterations: int, window: int = 5) -> float:
 
 
 def pace(rows: Rows) -> dict[str, float]:
-    """preset -> seconds per generated token of its runs on a machine that ran nothing else, the first iteration, which
-    compiles kernels and starts workers, left out.
+    """preset -> seconds per generated token of its runs on a machine that ran nothing else: the median over iterations,
+    the first, which compiles kernels and starts workers, left out.
     """
     found = {}
     for preset, own in by_preset(rows, "alone").items():
         series = [r["series"] for r in own.values()]
-        tokens = sum(s["tokens"][-1] - s["tokens"][0] for s in series)
-        found[preset] = sum(sum(s["seconds"][1:]) for s in series) / tokens
+        found[preset] = float(
+            np.median(np.concatenate([np.array(s["seconds"][1:]) / np.diff(s["tokens"]) for s in series]))
+        )
     return found
 
 
@@ -206,10 +207,11 @@ def pace_table(rows: Rows) -> str:
     lines = [["branching rule or method", "runs", "seconds an iteration", "tokens/s", "valid tokens/s"]]
     for preset, own in by_preset(rows, "alone").items():
         series = [r["series"] for r in own.values()]
-        seconds = sum(sum(s["seconds"][1:]) for s in series)
+        each = np.median(np.concatenate([s["seconds"][1:] for s in series]))
         valid = sum(sum(v or 0.0 for v in s["valid_tokens"][1:]) for s in series)
-        each = seconds / sum(len(s["seconds"]) - 1 for s in series)
-        numbers = [f"{each:.2f}", f"{1 / pace(rows)[preset]:,.0f}", f"{valid / seconds:,.0f}"]
+        valid /= sum(s["tokens"][-1] - s["tokens"][0] for s in series)
+        rate = 1 / pace(rows)[preset]
+        numbers = [f"{each:.2f}", f"{rate:,.0f}", f"{valid * rate:,.0f}"]
         lines.append([NAMES[preset], str(len(series)), *numbers])
     return table(lines)
 

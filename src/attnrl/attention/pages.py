@@ -187,12 +187,13 @@ def groups_of(common: Ints, rows: int, most: int) -> list[tuple[int, int, int]]:
 
 
 def cut(groups: list[tuple[int, int, int]], lengths_R: Ints, chunk: int) -> Items:
-    """The items of rows of these lengths (the newest token included), `chunk` tokens each.
+    """The items of rows of these lengths (the newest token included), `chunk` tokens each, in whole pages.
 
     >>> items = cut([(0, 2, 8), (2, 1, 0)], np.array([300, 260, 10]), 256)
     >>> items.shared_I5.tolist(), items.single_I5.tolist()[:1], items.splits_R.tolist()
     ([[0, 2, 0, 256, 0]], [[0, 1, 256, 1073741824, 1]], [2, 2, 1])
     """
+    chunk = pages_for(chunk) * PAGE
     single: list[tuple[int, int, int, int, int]] = []
     shared_items: list[tuple[int, int, int, int, int]] = []
     splits_R = np.zeros(len(lengths_R), np.int32)
