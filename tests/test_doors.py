@@ -15,6 +15,7 @@ import pytest
 
 import attnrl
 from attnrl.backend import Backend
+from attnrl.cli import run
 from attnrl.config import Config, load_config
 from attnrl.data.tasks import as_records
 from attnrl.errors import ConfigError, TrainingError
@@ -345,6 +346,31 @@ def test_an_engine_that_wants_the_run_directory_is_told_it(tmp_path):
     assert told == [tmp_path, "closed", "closed"]
     with pytest.raises(ConfigError, match="has no option 'run_dir'"):
         check_factory("mine:wants", wants, {"run_dir": "elsewhere"})
+
+
+@pytest.mark.parametrize(
+    ("command", "learn"),
+    [
+        (["train", "demo", "--run-dir", "run", "--data.train", "nowhere.jsonl"], True),
+        (["eval", "--model", "demo", "--output", "results", "--benchmarks", "aime24", "--data-dir", "nowhere"], False),
+        (["score", "--model", "demo", "--input", "empty.jsonl", "--output", "scores.parquet"], False),
+    ],
+    ids=["train", "eval", "score"],
+)
+def test_an_engine_says_what_is_wrong_before_data_is_read(tmp_path, monkeypatch, capsys, command, learn):
+    """As the engine of verl does, by a `check` of its factory."""
+    (tmp_path / "strict.py").write_text(
+        "from attnrl.errors import ConfigError\n"
+        "def build(config, *, model, tokenizer, learn=True): ...\n"
+        "def check(config, *, model, checkpoint, learn): raise ConfigError(f'no cluster, {checkpoint=} {learn=}')\n"
+        "build.check = check\n"
+    )
+    (tmp_path / "empty.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run([*command, "--engine.name", "strict:build"]) == 2
+    assert capsys.readouterr().err.endswith(f"attnrl {command[0]}: no cluster, checkpoint=None learn={learn}\n")
+    assert {file.name for file in tmp_path.iterdir()} <= {"strict.py", "__pycache__", "empty.jsonl"}
 
 
 @pytest.mark.parametrize(

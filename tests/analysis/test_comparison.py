@@ -75,6 +75,19 @@ def test_the_budget_is_what_all_have_reached() -> None:
     assert common_budget(runs, "tokens") == 20
 
 
+def test_within_the_first_iteration_no_cost_is_known() -> None:
+    """20 tokens are a fifth of its first iteration: accuracy is on the line, and that it cost nothing is not so."""
+    runs = [record("a", [0.2, 0.4, 0.5], tokens=10), record("b", [0.2, 0.7], tokens=100, rule="none")]
+    text = tables(compare_runs(runs, axis="tokens"))
+    assert "**Cost and accuracy, at 20 tokens; –: the first iteration of a run had not ended by then**" in text
+    assert "| a | 2 | 2.0 min | 14 | 50.0 |" in text
+    assert "| b | – | – | – | 30.0 |" in text
+    assert "had not ended" not in tables(compare_runs(runs))
+    before = tables(compare_runs([record("a", [0.2]), record("b", [0.2], rule="none")], axis="tokens"))
+    assert "**Cost and accuracy, at 0 tokens**" in before, "before training nothing was spent"
+    assert "| a | 0 | 0.0 min | 0 | 20.0 |" in before
+
+
 def test_nothing_is_said_of_a_run_after_its_last_evaluation() -> None:
     """Evaluated at 0 and 1, and going on to 3: at 3 its accuracy is not known, whatever it was at 1."""
     going = record("a", [0.2, 0.4, 0.9, 0.9])

@@ -40,6 +40,10 @@ def test_a_model_directory_without_weights_is_refused_before_a_run_begins(tmp_pa
     assert not (tmp_path / "run").exists()
     with pytest.raises(MissingFileError, match=said):
         check_model(str(tmp_path / "model"), load_config("demo", {"engine.name": "verl"}))
+    for name in ("training_args.bin", "optimizer.bin", "scheduler.bin"):  # of transformers' Trainer, or accelerate
+        (tmp_path / "model" / name).touch()
+        with pytest.raises(MissingFileError, match=rf"{said}; a trainer left only .*{name}"):
+            check_model_path(tmp_path / "model")
     own = load_config("demo", {"engine.name": "mine:factory"})  # may keep its weights in its own way
     assert check_model(str(tmp_path / "model"), own) == str(tmp_path / "model")
     for name in ("model-00001-of-00002.safetensors", "pytorch_model.bin"):

@@ -28,3 +28,10 @@ def test_shards_that_are_not_all_there_are_refused(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(MissingFileError, match="distcp is missing or cut short"):
         check_shards(folder)
+    file.write_bytes(whole)
+    index = folder / ".metadata"
+    whole = index.read_bytes()
+    for part in (b"", whole[:1], whole[: len(whole) // 2], whole[:-1], bytes(len(whole))):
+        index.write_bytes(part)
+        with pytest.raises(MissingFileError, match=rf"\.metadata is missing or cut short; remove {tmp_path} to go on"):
+            check_shards(folder)

@@ -217,3 +217,11 @@ def test_a_checkpoint_that_lost_a_file_is_refused(tmp_path):
         settings.read_state(tmp_path)
     dcp.save({"model": {"a": torch.ones(1000)}}, checkpoint_id=tmp_path / "actor", no_dist=True)
     assert settings.read_state(tmp_path) == {"version": 3}
+    for part in ("", '{"version": 3', "\0" * 14):
+        (tmp_path / "verl.json").write_text(part)
+        with pytest.raises(MissingFileError, match=rf"verl\.json is missing or cut short; remove {tmp_path} to go on"):
+            settings.read_state(tmp_path)
+    (tmp_path / "verl.json").write_text('{"version": 3}')
+    (tmp_path / "actor" / ".metadata").write_bytes(b"")
+    with pytest.raises(MissingFileError, match=rf"\.metadata is missing or cut short; remove {tmp_path} to go on"):
+        settings.read_state(tmp_path)

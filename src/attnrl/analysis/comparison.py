@@ -142,6 +142,10 @@ def numbers(record: RunRecord, axis: Axis, budget: float, target: float) -> Numb
     at = axes(record.metrics)
     costs = {name: _first_reach([at[name][i] for i in rows], heights, target) for name in ("tokens", "seconds")}
     last = max(i for i in range(len(x)) if x[i] <= budget * (1 + 1e-9))
+    valid = float(sum(row.get("train/valid_tokens", 0.0) for row in record.metrics[: last + 1]))
+    spent = {"iterations": at["iteration"][last], "seconds": at["seconds"][last], "valid_tokens": valid}
+    if budget and not spent["iterations"]:  # within the first iteration: what it had spent by then is not on record
+        spent = dict.fromkeys(spent, math.nan)
     return Numbers(
         seed=int(record.setting("run.seed", 0)),
         first=heights[0],
@@ -150,10 +154,8 @@ def numbers(record: RunRecord, axis: Axis, budget: float, target: float) -> Numb
         area=_area(*curve),
         to_target_tokens=costs["tokens"],
         to_target_seconds=costs["seconds"],
-        iterations=at["iteration"][last],
-        seconds=at["seconds"][last],
-        valid_tokens=float(sum(row.get("train/valid_tokens", 0.0) for row in record.metrics[: last + 1])),
         by_benchmark={name: _benchmark_at(record, name, x, budget) for name in names},
+        **spent,
     )
 
 

@@ -23,12 +23,14 @@ def tables(found: Comparison, form: Format = "markdown") -> str:
         if alone
         else "differences are paired by seed, brackets are 95 % intervals by bootstrap over seeds"
     )
+    early = any(math.isnan(n.iterations) for rows in found.numbers for n in rows)
+    unknown = "; –: the first iteration of a run had not ended by then" if early else ""
     parts = [
         (
             f"Held-out accuracy in percent, {at} (mean over seeds: {seeds}; on the line between evaluations)",
             accuracy_rows(found),
         ),
-        (f"Cost and accuracy, {at}", cost_rows(found)),
+        (f"Cost and accuracy, {at}{unknown}", cost_rows(found)),
         (
             f"Curves, {at}; Area is the mean height of the accuracy curve, target {100 * found.target:.1f} %; {sure}",
             curve_rows(found),

@@ -14,10 +14,15 @@ def check_folder(flag: str, file: Path | None) -> None:
         raise MissingFileError(f"--{flag} {file}: the folder {file.parent} does not exist; make it, or name another")
 
 
-def read_file(path: Path) -> list[Row]:
-    """The rows of one file, at least one; DataError names file:row where one is no object."""
+def check_file(path: Path) -> None:
+    """Refuse a file of rows that is not there."""
     if not path.is_file():
         raise MissingFileError(f"{path}: no such file; give a .jsonl, .json, .gz or .parquet file")
+
+
+def read_file(path: Path) -> list[Row]:
+    """The rows of one file, at least one; DataError names file:row where one is no object."""
+    check_file(path)
     rows = list(iterate_rows(path, ""))
     if not rows:
         raise DataError(f"{path}: no rows")

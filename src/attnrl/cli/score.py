@@ -34,12 +34,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 from rich.console import Console
 
-from attnrl.cli.files import check_folder, read_file
+from attnrl.cli.files import check_file, check_folder, read_file
 from attnrl.cli.flags import read_flags, show
 from attnrl.config import Section
 from attnrl.errors import DataError, MissingFileError
 from attnrl.launch.models import pin_model
-from attnrl.launch.scoring import Scored, position_correlations, score, score_settings
+from attnrl.launch.scoring import Scored, check_scoring, position_correlations, score, score_settings
 from attnrl.types import counted
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ def main(argv: list[str]) -> None:
     check_folder("html", flags.html)
     model = pin_model(flags.model, show)
     where, config = score_settings(model, overrides)
+    check_input(flags.input)
+    check_scoring(model, config)
     rows = read_rows(flags.input)
     import pyarrow.parquet as pq
 
@@ -104,12 +106,17 @@ def main(argv: list[str]) -> None:
         print(f"page: {write_whole(flags.html, build_score_page(model, pages, config.algo.delta))}")
 
 
-def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(row number from 1, row) of every response in the file; of forests, of every trunk."""
+def check_input(path: Path) -> None:
+    """Refuse what is no file; of a run directory its files are named."""
     if path.is_dir():
         forests = sorted((path / "forests").glob("*.parquet"))
         hint = f"the responses of this run are in files such as {forests[-1]}" if forests else "give a file in it"
         raise MissingFileError(f"--input {path} is a directory; {hint}")
+    check_file(path)
+
+
+def read_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(row number from 1, row) of every response in the file; of forests, of every trunk."""
     found = []
     for number, row in enumerate(read_file(path), start=1):
         given, kind = row.columns, row.columns.get("kind")

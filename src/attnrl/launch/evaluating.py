@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attnrl.config import Config, check_taken, check_used, load_config
 from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
 from attnrl.launch.models import (
+    check_engine,
     check_model,
     decoder,
     find_engine,
@@ -66,6 +67,7 @@ def evaluate(
     engine, rewards, path = find_engine(config), open_rewards(config), check_model(model, config)
     check_taken(config, rewards.takes)
     check_samples(evaluation_samples(config), config.evaluation.ks)
+    check_engine(engine, config, path, learn=False)
     records = evaluation_records(config)
     tokenizer = load_tokenizer(path)
     prompts = evaluation_prompts(config, records, tokenizer)

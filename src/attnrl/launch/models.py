@@ -65,7 +65,9 @@ def check_factory(name: str, factory: Callable[..., Backend], options: Mapping[s
         raise ConfigError(f"engine.options: {error}") from None
 
 
-def check_engine(factory: Callable[..., Backend], config: Config, model: str, run_dir: Path | None = None) -> None:
+def check_engine(
+    factory: Callable[..., Backend], config: Config, model: str, run_dir: Path | None = None, *, learn: bool = True
+) -> None:
     """Let an engine whose factory has a `check` say what is wrong before anything starts, also with the checkpoint that
     a run goes on from.
     """
@@ -75,7 +77,7 @@ def check_engine(factory: Callable[..., Backend], config: Config, model: str, ru
         if config.engine.name in ENGINES:
             check_reachable(model)
         found = Run(run_dir).checkpoints if run_dir is not None else []
-        check(config, model=model, checkpoint=found[-1] if found else None)
+        check(config, model=model, checkpoint=found[-1] if found else None, learn=learn)
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from attnrl.algo.intervals import rank_correlation
 from attnrl.algo.promises import points_by
 from attnrl.algo.reasons import declared_by, step_reasons
 from attnrl.analysis.score_page import HeadMap
-from attnrl.backend import metrics_by, score_by
+from attnrl.backend import Backend, metrics_by, score_by
 from attnrl.config import Config, check_taken, check_used, load_config
 from attnrl.errors import ConfigError, DataError
 from attnrl.launch.data import wording
 from attnrl.launch.evaluating import settings_of
 from attnrl.launch.looking import head_maps
-from attnrl.launch.models import check_model, decoder, find_engine, load_tokenizer, open_engine
+from attnrl.launch.models import check_engine, check_model, decoder, find_engine, load_tokenizer, open_engine
 from attnrl.launch.parts import FCI_KEYS, check_parts, segmenting, taken_by
 from attnrl.types import Ids, Prompt, Rollout, ScoreRequest, Scores, Scoring, Trunk, Verdict, as_ids
 
@@ -73,9 +73,7 @@ def score(
     config = score_settings(str(model), overrides)[1] if config is None else load_config(config, overrides)
     from attnrl.local.models import load_weights
 
-    bound = check_parts(config)
-    check_taken(config, taken_by(config, bound) | FCI_KEYS)
-    engine, path = find_engine(config), check_model(str(model), config)
+    bound, engine, path = check_scoring(str(model), config)
     rows = [as_row(number, row) for number, row in enumerate(responses, start=1)]
     tokenizer = load_tokenizer(path)
     segment, vocabulary = segmenting(bound, tokenizer), vocabulary_of(path, tokenizer)
@@ -99,6 +97,15 @@ def score(
         Scored(r.prompt, r.response, s, step_records(r, s, decode, bound["rule"], config), decode(r.prompt), m)
         for r, s, m in zip_longest(requests, found, drawn)
     ]
+
+
+def check_scoring(model: str, config: Config) -> tuple[dict[str, partial[Any]], Callable[..., Backend], str]:
+    """The parts of [algo], the engine and where the model is; raises where one does not fit, before rows are read."""
+    bound = check_parts(config)
+    check_taken(config, taken_by(config, bound) | FCI_KEYS)
+    engine, path = find_engine(config), check_model(model, config)
+    check_engine(engine, as_long_as((), config), path, learn=False)
+    return bound, engine, path
 
 
 def as_long_as(requests: Sequence[ScoreRequest], config: Config) -> Config:

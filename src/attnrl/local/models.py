@@ -21,6 +21,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
+LEFTOVERS = {"training_args.bin", "optimizer.bin", "scheduler.bin", "sampler.bin"}  # of a trainer: no weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,9 +55,11 @@ def check_model_path(name_or_path: str | Path, *, weights: bool = True) -> str:
     if Path(name).is_dir():
         if not Path(name, "config.json").is_file():
             raise MissingFileError(f"{name} holds no config.json: a Hugging Face model directory is needed")
-        if weights and not any(file.suffix in (".safetensors", ".bin") for file in Path(name).iterdir()):
+        found = {file.name for file in Path(name).iterdir() if file.suffix in (".safetensors", ".bin")}
+        if weights and not found - LEFTOVERS:
             raise MissingFileError(
                 f"{name} holds no weights (*.safetensors or *.bin): copy them beside its config.json"
+                + (f"; a trainer left only {listed(sorted(found))}" if found else "")
             )
         return name
     looks_local = name.startswith((".", "/")) or name.count("/") != 1 or isinstance(name_or_path, Path)

@@ -6,6 +6,7 @@ Shards are those of torch.distributed.checkpoint, which cuts them anew where the
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,23 @@ def check_shards(folder: Path) -> None:
     if not (folder / ".metadata").is_file():
         raise MissingFileError(f"{folder} holds no shards of weights: {folder.name}/.metadata is missing")
     ends: dict[str, int] = {}  # of each file of shards
-    for piece in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
+    try:
+        pieces = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
+    except (EOFError, pickle.UnpicklingError):
+        raise cut_short(folder / ".metadata", folder.parent) from None
+    for piece in pieces:
         ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
     for name, end in ends.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size < end:
-            raise MissingFileError(
-                f"{file} is missing or cut short; remove {folder.parent} to go on from the checkpoint before it"
-            )
+            raise cut_short(file, folder.parent)
+
+
+def cut_short(file: Path, checkpoint: Path) -> MissingFileError:
+    """What is said of a file that a checkpoint lost, or holds a part of."""
+    return MissingFileError(
+        f"{file} is missing or cut short; remove {checkpoint} to go on from the checkpoint before it"
+    )
 
 
 def load_shards(folder: Path, module: Any, optimizer: Any) -> None:

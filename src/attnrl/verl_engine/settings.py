@@ -11,7 +11,7 @@ from typing import Any
 
 from attnrl.config import Config
 from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
-from attnrl.ranks.weights import check_shards
+from attnrl.ranks.weights import check_shards, cut_short
 
 STATE = "verl.json"  # what the driver writes into a checkpoint
 CPUS = 3  # that verl has Ray set aside for each rank
@@ -169,5 +169,8 @@ def read_state(path: Path) -> dict[str, Any]:
     if not (path / STATE).is_file():
         raise MissingFileError(f"{path} is no checkpoint of engine verl: {STATE} is missing")
     check_shards(path / "actor")
-    state: dict[str, Any] = json.loads((path / STATE).read_text())
+    try:
+        state: dict[str, Any] = json.loads((path / STATE).read_text("utf-8"))
+    except ValueError:
+        raise cut_short(path / STATE, path) from None
     return state
