@@ -18,7 +18,7 @@ from rich.console import Console
 from attnrl.checkpoint import load_state, save_state
 from attnrl.config import RunConfig, load_config, presets
 from attnrl.console import console_line
-from attnrl.errors import ConfigError, TrainingError
+from attnrl.errors import ConfigError, MissingFileError, TrainingError
 from attnrl.iteration import Outcome, Parts, first_state
 from attnrl.run import open_run, read_metrics
 from attnrl.schedules import SCHEDULES, one_step_off_policy, outcome_by
@@ -110,6 +110,18 @@ def test_a_full_disk_is_named_and_costs_nothing_but_the_time(
         assert not saved[1].exists()
     run_fake(tmp_path / "run", "attnrl_1p5b", 10, resume=True)
     assert record(tmp_path / "whole") == record(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["state.json", "state.npz"])
+def test_a_state_that_is_cut_short_is_named(tmp_path: Path, name: str) -> None:
+    config = load_config("attnrl_1p5b", {"algo.prompts": 4, "sampling.max_response_tokens": 80})
+    parts = fake_parts(config)
+    save_state(tmp_path, one_step_off_policy(first_state(parts, 0), parts).state)
+    whole = (tmp_path / name).read_bytes()
+    for length in (0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 3):
+        (tmp_path / name).write_bytes(whole[:length])
+        with pytest.raises(MissingFileError, match=rf"{name} is missing or cut short; remove {tmp_path} to go on"):
+            load_state(tmp_path)
 
 
 def test_trap_the_checkpoint_holds_the_waiting_trunks_exactly(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -21,6 +22,13 @@ class DataError(AttnRLError, ValueError):
 
 class MissingFileError(AttnRLError, FileNotFoundError):
     """A file or directory the user named does not exist."""
+
+
+def cut_short(file: Path, checkpoint: Path) -> MissingFileError:
+    """What is said of a file that a checkpoint lost, or holds a part of."""
+    return MissingFileError(
+        f"{file} is missing or cut short; remove {checkpoint} to go on from the checkpoint before it"
+    )
 
 
 class MissingExtraError(AttnRLError, ImportError):

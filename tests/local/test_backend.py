@@ -196,6 +196,26 @@ def test_a_checkpoint_is_a_hugging_face_model(tokenizer: PreTrainedTokenizerFast
     assert all(np.array_equal(a.ids, b.ids) for a, b in zip(draw(again)[1], draw(backend)[1], strict=True))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.999])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_checkpoint_that_is_cut_short_is_named(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, lora: bool, share: float
+) -> None:
+    model = add_lora(tiny(tokenizer), LORA, seed=0) if lora else tiny(tokenizer)
+    backend = trainable(model, tokenizer)
+    backend.update(samples_of(*draw(backend)))
+    backend.save(tmp_path)
+    weights = "adapter/adapter_model.safetensors" if lora else "model/model.safetensors"
+    for name in ("learner.pt", weights):
+        file = tmp_path / name
+        whole = file.read_bytes()
+        file.write_bytes(whole[: int(share * len(whole))])
+        with pytest.raises(MissingFileError, match=rf"{tmp_path}/{name.split('/')[0]} is missing or cut short; remove"):
+            backend.load(tmp_path)
+        file.write_bytes(whole)
+    backend.load(tmp_path)
+
+
 def test_evaluation_needs_no_learner(tokenizer: PreTrainedTokenizerFast) -> None:
     backend = LocalBackend(tiny(tokenizer), tokenizer)
     assert backend.learner is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from attnrl.attention.decoder import check_head, check_model
 from attnrl.config import Config
 from attnrl.data.texts import stop_token_ids
-from attnrl.errors import ConfigError, MissingFileError
+from attnrl.errors import ConfigError, MissingFileError, cut_short
 from attnrl.local.learner import Learner
 from attnrl.local.models import add_lora, is_lora, load_weights, plain, quiet
 from attnrl.local.sampler import Sampler
@@ -133,7 +134,10 @@ class LocalBackend:
                 raise MissingFileError(f"{path} is no checkpoint of this backend: {name} is missing")
         # an offloaded optimizer fills the host's memory: what it copies is not to lie there a second time
         mapped = self.learner is not None and self.learner.optimizer.kind == "adamw_offloaded"
-        state = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=mapped)
+        try:
+            state = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=mapped)
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):  # by where the file ends
+            raise cut_short(path / STATE, path) from None
         if self.learner is not None and state["learner"] is None:
             raise ConfigError(f"{path} was saved without a learner: start a new run from {path / MODEL} instead")
         if is_lora(self.model):
@@ -158,17 +162,26 @@ class LocalBackend:
         self.tokenizer.save_pretrained(path)
 
     def _load_weights(self, path: Path) -> None:
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
 
-        with quiet():
-            saved = AutoModelForCausalLM.from_pretrained(path, dtype=next(self.model.parameters()).dtype)
+        try:
+            with quiet():
+                saved = AutoModelForCausalLM.from_pretrained(path, dtype=next(self.model.parameters()).dtype)
+        except (SafetensorError, OSError):
+            raise cut_short(path, path.parent) from None
         self.model.load_state_dict(saved.state_dict())
 
     def _load_adapter(self, path: Path) -> None:
         from peft import set_peft_model_state_dict
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        set_peft_model_state_dict(self.model, load_file(path / "adapter_model.safetensors"))
+        try:
+            saved = load_file(path / "adapter_model.safetensors")
+        except (SafetensorError, OSError):
+            raise cut_short(path, path.parent) from None
+        set_peft_model_state_dict(self.model, saved)
 
 
 def build(config: Config, *, model: str, tokenizer: Any, learn: bool = True) -> LocalBackend:

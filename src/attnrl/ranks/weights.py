@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from attnrl.errors import MissingFileError
+from attnrl.errors import MissingFileError, cut_short
 from attnrl.ranks.sharded import over_ranks
 
 
@@ -49,13 +49,6 @@ def check_shards(folder: Path) -> None:
         file = folder / name
         if not file.is_file() or file.stat().st_size < end:
             raise cut_short(file, folder.parent)
-
-
-def cut_short(file: Path, checkpoint: Path) -> MissingFileError:
-    """What is said of a file that a checkpoint lost, or holds a part of."""
-    return MissingFileError(
-        f"{file} is missing or cut short; remove {checkpoint} to go on from the checkpoint before it"
-    )
 
 
 def load_shards(folder: Path, module: Any, optimizer: Any) -> None:

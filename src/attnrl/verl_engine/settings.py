@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from attnrl.config import Config
-from attnrl.errors import ConfigError, MissingExtraError, MissingFileError
-from attnrl.ranks.weights import check_shards, cut_short
+from attnrl.errors import ConfigError, MissingExtraError, MissingFileError, cut_short
+from attnrl.ranks.weights import check_shards
 
 STATE = "verl.json"  # what the driver writes into a checkpoint
 CPUS = 3  # that verl has Ray set aside for each rank
