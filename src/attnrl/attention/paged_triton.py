@@ -85,9 +85,8 @@ def _decode(
     newest_m = tl.load(LENGTHS + row_m).to(tl.int32)  # the newest token's position: it is already stored
     end = tl.minimum(stop, tl.max(newest_m, 0) + 1)
     shortest = tl.min(newest_m, 0) + 1
-    clear = (
-        start + tl.maximum(tl.minimum(end, shortest) - start, 0) // PAGE * PAGE
-    )  # every row sees the pages before it
+    # Every row sees all of the pages before this.
+    clear = start + tl.maximum(tl.minimum(end, shortest) - start, 0) // PAGE * PAGE
     if WINDOW:
         start = tl.maximum(start, (shortest - window) // PAGE * PAGE)
         clear = start
