@@ -61,6 +61,23 @@ def _turn(
     return new_top, total, acc
 
 
+@triton.jit
+def _log_sum(top, total, scale2):
+    return tl.where(total > 0.0, top * scale2 + tl.log2(tl.where(total > 0.0, total, 1.0)), -float("inf"))
+
+
+@triton.jit
+def _span(newest_m, start, stop, window, PAGE: tl.constexpr, WINDOW: tl.constexpr):
+    """Of an item: its first token, the first of a page that not every row sees the whole of, and its end."""
+    end = tl.minimum(stop, tl.max(newest_m, 0) + 1)
+    shortest = tl.min(newest_m, 0) + 1
+    clear = start + tl.maximum(tl.minimum(end, shortest) - start, 0) // PAGE * PAGE
+    if WINDOW:
+        start = tl.maximum(start, (shortest - window) // PAGE * PAGE)
+        clear = start
+    return start, clear, end
+
+
 # Numbers that change from call to call must not make Triton compile once more.
 @triton.jit(do_not_specialize=["table_pitch", "window", "splits"])
 def _decode(
@@ -83,13 +100,7 @@ def _decode(
     row_m = first + tl.where(real_m, m // G, 0)
     head_m = kv * G + m % G
     newest_m = tl.load(LENGTHS + row_m).to(tl.int32)  # the newest token's position: it is already stored
-    end = tl.minimum(stop, tl.max(newest_m, 0) + 1)
-    shortest = tl.min(newest_m, 0) + 1
-    # Every row sees all of the pages before this.
-    clear = start + tl.maximum(tl.minimum(end, shortest) - start, 0) // PAGE * PAGE
-    if WINDOW:
-        start = tl.maximum(start, (shortest - window) // PAGE * PAGE)
-        clear = start
+    start, clear, end = _span(newest_m, start, stop, window, PAGE, WINDOW)
     d = tl.arange(0, BD)
     e = tl.arange(0, BE)
     q = tl.load(Q + row_m[:, None] * q_pitch + head_m[:, None] * D + d, mask=real_m[:, None] & (d < D), other=0.0)
@@ -116,16 +127,15 @@ def _decode(
         top, total, acc = _turn(
             q, KEYS, VALUES, slot, here, seen, top, total, acc, scale2, D, E, BD, BE, True, PRECISION
         )
-    norm = tl.where(total > 0.0, 1.0 / total, 0.0)
+    out = acc * tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
     inside = real_m[:, None] & (e < E)
     if DIRECT:
         place = row_m[:, None] * out_pitch + head_m[:, None] * E + e
-        tl.store(OUT + place, (acc * norm[:, None]).to(OUT.dtype.element_ty), mask=inside)
+        tl.store(OUT + place, out.to(OUT.dtype.element_ty), mask=inside)
     else:
         part = (row_m * splits + split) * H + head_m
-        tl.store(PART + part[:, None] * E + e, acc * norm[:, None], mask=inside)
-        lse = tl.where(total > 0.0, top * scale2 + tl.log2(tl.where(total > 0.0, total, 1.0)), -float("inf"))
-        tl.store(LSE + part, lse, mask=real_m)
+        tl.store(PART + part[:, None] * E + e, out, mask=inside)
+        tl.store(LSE + part, _log_sum(top, total, scale2), mask=real_m)
 
 
 @triton.jit(do_not_specialize=["splits"])

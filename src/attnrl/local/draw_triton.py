@@ -77,6 +77,37 @@ def _ordered(x, HALF: tl.constexpr):
 
 
 @triton.jit
+def _logits(base, start, v, V):
+    return tl.load(base + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _mass(base, V, bound, top, inverse, B: tl.constexpr, HALF: tl.constexpr):
+    """How much lies at or above the bound, relative to the top."""
+    v = tl.arange(0, B)
+    mass = tl.zeros([B], tl.float32)
+    for start in range(0, V, B):
+        x = _logits(base, start, v, V)
+        mass += tl.where(_ordered(x, HALF) >= bound, tl.exp((x - top) * inverse), 0.0)
+    return tl.sum(mass, 0)
+
+
+@triton.jit
+def _above(base, V, bound, top, inverse, B: tl.constexpr, HALF: tl.constexpr):
+    """How much lies above the bound, and the weight of one at it."""
+    v = tl.arange(0, B)
+    above = tl.zeros([B], tl.float32)
+    each = tl.zeros([B], tl.float32)
+    for start in range(0, V, B):
+        x = _logits(base, start, v, V)
+        order = _ordered(x, HALF)
+        p = tl.exp((x - top) * inverse)
+        above += tl.where(order > bound, p, 0.0)
+        each = tl.maximum(each, tl.where(order == bound, p, 0.0))
+    return tl.sum(above, 0), tl.max(each, 0)
+
+
+@triton.jit
 def _nucleus(
     LOGITS, UNIFORM, COLUMN, TOKENS, LENGTHS, IDS, LOGPROBS, V, pitch, inverse, top_p, out_pitch,
     B: tl.constexpr, HALF: tl.constexpr,
@@ -87,12 +118,12 @@ def _nucleus(
     v = tl.arange(0, B)
     tops = tl.full([B], -float("inf"), tl.float32)
     for start in range(0, V, B):
-        x = tl.load(base + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32)
+        x = _logits(base, start, v, V)
         tops = tl.maximum(tops, x)
     top = tl.max(tops, 0)
     mass = tl.zeros([B], tl.float32)
     for start in range(0, V, B):
-        x = tl.load(base + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32)
+        x = _logits(base, start, v, V)
         mass += tl.exp((x - top) * inverse)
     total = tl.sum(mass, 0)
     goal = top_p * total
@@ -101,30 +132,13 @@ def _nucleus(
     bound = 0 if HALF else -2147483648
     bit = 1 << (15 if HALF else 30)
     if not HALF:
-        mass = tl.zeros([B], tl.float32)
-        for start in range(0, V, B):
-            x = tl.load(base + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32)
-            mass += tl.where(_ordered(x, HALF) >= 0, tl.exp((x - top) * inverse), 0.0)
-        bound = tl.where(tl.sum(mass, 0) >= goal, 0, bound)
+        bound = tl.where(_mass(base, V, 0, top, inverse, B, HALF) >= goal, 0, bound)
     while bit > 0:
-        mass = tl.zeros([B], tl.float32)
-        for start in range(0, V, B):
-            x = tl.load(base + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32)
-            mass += tl.where(_ordered(x, HALF) >= bound + bit, tl.exp((x - top) * inverse), 0.0)
-        bound = tl.where(tl.sum(mass, 0) >= goal, bound + bit, bound)
+        bound = tl.where(_mass(base, V, bound + bit, top, inverse, B, HALF) >= goal, bound + bit, bound)
         bit = bit // 2
 
     # Above the bound all stay; of equals at it, the first ones, as many as the goal asks for.
-    above = tl.zeros([B], tl.float32)
-    each = tl.zeros([B], tl.float32)
-    for start in range(0, V, B):
-        x = tl.load(base + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32)
-        order = _ordered(x, HALF)
-        p = tl.exp((x - top) * inverse)
-        above += tl.where(order > bound, p, 0.0)
-        each = tl.maximum(each, tl.where(order == bound, p, 0.0))
-    over = tl.sum(above, 0)
-    one = tl.max(each, 0)
+    over, one = _above(base, V, bound, top, inverse, B, HALF)
     equals = tl.maximum(tl.ceil((goal - over) / one), 1.0).to(tl.int32)
 
     kept = over + one * equals
@@ -134,7 +148,7 @@ def _nucleus(
     token = -1
     last = 0
     for start in range(0, V, B):
-        x = tl.load(base + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32)
+        x = _logits(base, start, v, V)
         order = _ordered(x, HALF)
         equal = (order == bound).to(tl.int32)
         stays = (order > bound) | ((equal > 0) & (seen + tl.cumsum(equal, 0) <= equals))
