@@ -18,7 +18,7 @@ from rich.console import Console
 from attnrl.checkpoint import load_state, save_state
 from attnrl.config import RunConfig, load_config, presets
 from attnrl.console import console_line
-from attnrl.errors import ConfigError, MissingFileError, TrainingError
+from attnrl.errors import ConfigError, MissingFileError, TrainingError, reading
 from attnrl.iteration import Outcome, Parts, first_state
 from attnrl.run import open_run, read_metrics
 from attnrl.schedules import SCHEDULES, one_step_off_policy, outcome_by
@@ -122,6 +122,11 @@ def test_a_state_that_is_cut_short_is_named(tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_bytes(whole[:length])
         with pytest.raises(MissingFileError, match=rf"{name} is missing or cut short; remove {tmp_path} to go on"):
             load_state(tmp_path)
+
+
+def test_a_file_that_may_not_be_read_is_not_said_to_be_cut_short(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError, match="denied"), reading(tmp_path / "state.json", tmp_path, OSError):
+        raise PermissionError("denied")
 
 
 def test_trap_the_checkpoint_holds_the_waiting_trunks_exactly(tmp_path: Path) -> None:

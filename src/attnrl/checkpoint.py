@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attnrl.errors import cut_short
+from attnrl.errors import reading
 from attnrl.types import Group, Prompt, Rollout, Scores, State, Step, Trunk, Verdict
 
 ARRAYS = ("ids", "sampled", "logprobs", "entropy", "fci", "steps")
@@ -68,15 +67,10 @@ def save_state(path: Path, state: State) -> None:
 
 def load_state(path: Path) -> State:
     """The State that `save_state` wrote into `path`."""
-    try:
+    with reading(path / "state.json", path):
         values = json.loads((path / "state.json").read_text())
-    except (OSError, ValueError):
-        raise cut_short(path / "state.json", path) from None
-    try:
-        with np.load(path / "state.npz") as file:
-            arrays = dict(file)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-        raise cut_short(path / "state.npz", path) from None
+    with reading(path / "state.npz", path), np.load(path / "state.npz") as file:
+        arrays = dict(file)
     waiting = []
     for g, group in enumerate(values["waiting"]):
         words = group["prompt"]

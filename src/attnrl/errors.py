@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile
 
 
 class AttnRLError(Exception):
@@ -22,6 +26,20 @@ class DataError(AttnRLError, ValueError):
 
 class MissingFileError(AttnRLError, FileNotFoundError):
     """A file or directory the user named does not exist."""
+
+
+@contextmanager
+def reading(file: Path, checkpoint: Path, *also: type[Exception]) -> Iterator[None]:
+    """While open, a file of a checkpoint is read: where it is missing or holds a part, that is said. One that may not be
+    read is no such case. `also`: what else its reader raises of a part.
+    """
+    broken: tuple[type[Exception], ...] = (FileNotFoundError, EOFError, ValueError, UnpicklingError, BadZipFile, *also)
+    try:
+        yield
+    except PermissionError:
+        raise
+    except broken as error:
+        raise cut_short(file, checkpoint) from error
 
 
 def cut_short(file: Path, checkpoint: Path) -> MissingFileError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from attnrl.attention.decoder import check_head, check_model
 from attnrl.config import Config
 from attnrl.data.texts import stop_token_ids
-from attnrl.errors import ConfigError, MissingFileError, cut_short
+from attnrl.errors import ConfigError, MissingFileError, reading
 from attnrl.local.learner import Learner
 from attnrl.local.models import add_lora, is_lora, load_weights, plain, quiet
 from attnrl.local.sampler import Sampler
@@ -134,10 +133,8 @@ class LocalBackend:
                 raise MissingFileError(f"{path} is no checkpoint of this backend: {name} is missing")
         # an offloaded optimizer fills the host's memory: what it copies is not to lie there a second time
         mapped = self.learner is not None and self.learner.optimizer.kind == "adamw_offloaded"
-        try:
+        with reading(path / STATE, path, OSError, RuntimeError):  # by where the file ends
             state = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=mapped)
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):  # by where the file ends
-            raise cut_short(path / STATE, path) from None
         if self.learner is not None and state["learner"] is None:
             raise ConfigError(f"{path} was saved without a learner: start a new run from {path / MODEL} instead")
         if is_lora(self.model):
@@ -165,11 +162,8 @@ class LocalBackend:
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
 
-        try:
-            with quiet():
-                saved = AutoModelForCausalLM.from_pretrained(path, dtype=next(self.model.parameters()).dtype)
-        except (SafetensorError, OSError):
-            raise cut_short(path, path.parent) from None
+        with quiet(), reading(path, path.parent, SafetensorError):
+            saved = AutoModelForCausalLM.from_pretrained(path, dtype=next(self.model.parameters()).dtype)
         self.model.load_state_dict(saved.state_dict())
 
     def _load_adapter(self, path: Path) -> None:
@@ -177,10 +171,8 @@ class LocalBackend:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        try:
+        with reading(path, path.parent, SafetensorError):
             saved = load_file(path / "adapter_model.safetensors")
-        except (SafetensorError, OSError):
-            raise cut_short(path, path.parent) from None
         set_peft_model_state_dict(self.model, saved)
 
 

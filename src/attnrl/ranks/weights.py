@@ -6,7 +6,6 @@ Shards are those of torch.distributed.checkpoint, which cuts them anew where the
 from __future__ import annotations
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from attnrl.errors import MissingFileError, cut_short
+from attnrl.errors import MissingFileError, cut_short, reading
 from attnrl.ranks.sharded import over_ranks
 
 
@@ -39,10 +38,8 @@ def check_shards(folder: Path) -> None:
     if not (folder / ".metadata").is_file():
         raise MissingFileError(f"{folder} holds no shards of weights: {folder.name}/.metadata is missing")
     ends: dict[str, int] = {}  # of each file of shards
-    try:
+    with reading(folder / ".metadata", folder.parent):
         pieces = dcp.FileSystemReader(folder).read_metadata().storage_data.values()
-    except (EOFError, pickle.UnpicklingError):
-        raise cut_short(folder / ".metadata", folder.parent) from None
     for piece in pieces:
         ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
     for name, end in ends.items():

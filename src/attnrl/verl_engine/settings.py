@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attnrl.config import Config
-from attnrl.errors import ConfigError, MissingExtraError, MissingFileError, cut_short
+from attnrl.errors import ConfigError, MissingExtraError, MissingFileError, reading
 from attnrl.ranks.weights import check_shards
 
 STATE = "verl.json"  # what the driver writes into a checkpoint
@@ -169,8 +169,6 @@ def read_state(path: Path) -> dict[str, Any]:
     if not (path / STATE).is_file():
         raise MissingFileError(f"{path} is no checkpoint of engine verl: {STATE} is missing")
     check_shards(path / "actor")
-    try:
+    with reading(path / STATE, path):
         state: dict[str, Any] = json.loads((path / STATE).read_text("utf-8"))
-    except ValueError:
-        raise cut_short(path / STATE, path) from None
     return state
