@@ -30,8 +30,9 @@ class MissingFileError(AttnRLError, FileNotFoundError):
 
 @contextmanager
 def reading(file: Path, checkpoint: Path, *also: type[Exception]) -> Iterator[None]:
-    """While open, a file of a checkpoint is read: where it is missing or holds a part, that is said. One that may not be
-    read is no such case. `also`: what else its reader raises of a part.
+    """While open, a file of a checkpoint is read: where it is missing or holds a part, that is said.
+
+    One that may not be read is no such case. `also`: what else its reader raises of a part.
     """
     broken: tuple[type[Exception], ...] = (FileNotFoundError, EOFError, ValueError, UnpicklingError, BadZipFile, *also)
     try:
