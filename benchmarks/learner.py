@@ -23,7 +23,8 @@ from attnrl.config import TaskConfig, UpdateConfig
 from attnrl.local.examples import make_batch, make_examples
 from attnrl.local.learner import Learner
 from attnrl.local.shape import Shape
-from attnrl.local.warmup import Warmup, WarmupOptions, prepare_warmup
+from attnrl.local.warmup import Warmup, prepare_warmup
+from attnrl.local.warmup_options import WarmupOptions
 from attnrl.types import Sample, as_floats, as_ids
 
 

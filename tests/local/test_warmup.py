@@ -24,7 +24,8 @@ from attnrl.errors import DataError
 from attnrl.local.examples import batches, make_batch, make_examples
 from attnrl.local.pairs import PairFile
 from attnrl.local.shape import Shape
-from attnrl.local.warmup import Warmup, WarmupOptions, prepare_warmup
+from attnrl.local.warmup import Warmup, prepare_warmup
+from attnrl.local.warmup_options import WarmupOptions
 from processes import session, wait_until
 
 SPEC = TaskConfig(operations=(1, 2), modulus=5, distractors=(0, 0), sides=(0, 0), checks=(0, 0), givens=0)

@@ -27,7 +27,8 @@ from attnrl.errors import ConfigError
 from attnrl.launch.models import model_path
 from attnrl.local.pairs import PairFile, Pairs
 from attnrl.local.shape import Shape
-from attnrl.local.warmup import Warmup, WarmupOptions, prepare_warmup
+from attnrl.local.warmup import Warmup, prepare_warmup
+from attnrl.local.warmup_options import WarmupOptions
 
 SHORT = {"device": "engine.local.device", "dtype": "model.dtype"}
 
