@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import triton
@@ -12,6 +13,7 @@ from triton.compiler import ASTSource
 from attnrl.attention import paged_triton
 from attnrl.local import draw_triton, fused_triton, learn_triton, products_triton
 
+ACCESS = re.compile(r"\b(ld|st|red|atom)\.global|cp\.async\.c[ag]")  # of global memory
 BF16, INT32, INT64, FLOAT = "*bf16", "*i32", "*i64", "*fp32"
 POOL = {"Q": BF16, "KEYS": BF16, "VALUES": BF16, "TABLE": INT32, "LENGTHS": INT64, "ITEMS": INT32, "OUT": BF16}
 POOL |= {"PART": FLOAT, "LSE": FLOAT, "BLOCKS": INT32, "SPLITS": INT32, "scale2": "fp32"}
@@ -55,6 +57,7 @@ LEARN |= {"DUP": BF16, "LOGITS": BF16, "TARGETS": INT64, "DWEIGHT": FLOAT, "LOGP
 LEARN |= {"G_LOGPROB": FLOAT, "G_ENTROPY": FLOAT, "eps": "fp32", "inverse": "fp32"}
 PRODUCT = {"GATED": False, "BT": 64, "BN": 64, "BK": 128, "EVEN": True}
 TURN = {"H": 12, "D": 128, "BH": 16, "BHALF": 64}
+STARTED = {"EARLY": True, "AHEAD": 128}  # as on a GPU of this kind
 # name, kernel, types, constants, warps, stages
 KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
     ("decode", paged_triton._decode, POOL, HEADS | {"BM": 16, "DIRECT": False}, 1, 3),
@@ -83,7 +86,7 @@ KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
 def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int) -> Any:
     """The compiled kernel; pointers and pitches are multiples of 16, as they are in use."""
     names = kernel.arg_names
-    known = {name: value for name, value in constants.items() if name in names}
+    known = {name: value for name, value in (STARTED | constants).items() if name in names}
     signature = {name: "constexpr" if name in known else types.get(name, "i32") for name in names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
@@ -104,5 +107,6 @@ if __name__ == "__main__":
             "wgmma": ptx.count("wgmma.mma_async"),
             "mma": ptx.count("mma.sync"),
             "wide_copies": ptx.count("cp.async.cg.shared.global"),
+            "waits_first": "griddepcontrol.wait" in ptx and not ACCESS.search(ptx.partition("griddepcontrol.wait")[0]),
         }
     print(json.dumps(report))

@@ -188,6 +188,31 @@ def async_load(source, at, barrier, target):
         program.copies.append(copy)
 
 
+def async_store(target, at, source):
+    """A copy to global memory that reads `source` some time later, until `store_wait`."""
+    block = [int(n) for n in target.block_type.shape]
+    assert block == [int(n) for n in source.shape], (block, source.shape)
+    done = threading.Event()
+
+    def copy():
+        r = int(at[0]) + torch.arange(block[0])[:, None]
+        c = int(at[1]) + torch.arange(block[1])[None]
+        inside = (r >= 0) & (r < target.shape[0]) & (c >= 0) & (c < target.shape[1])
+        place = target.base.storage_offset() + r * target.strides[0] + c
+        Pointer(target.base)._flat()[place[inside]] = source.load()[inside].as_subclass(torch.Tensor)
+        done.set()
+
+    local.sends.append(done)
+    with local.program.moved:
+        local.program.copies.append(copy)
+
+
+def store_wait(pendings):
+    assert pendings == 0
+    while local.sends:
+        assert local.sends.pop().wait(LIMIT), "a copy that never ends"
+
+
 def engine(program):
     """The copy engine: any copy that was asked for, some time later."""
     local.program, local.name = program, "copies"
@@ -207,6 +232,7 @@ class Product:
     def finish(self):
         a, b, acc, use_acc = self.operands
         a, b = (x.load() if isinstance(x, Shared) else x for x in (a, b))
+        acc = acc.value if isinstance(acc, Product) else acc
         self.value = tile(a.float() @ b.float() + (acc if use_acc else 0.0))
 
 
@@ -220,8 +246,8 @@ def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
 def warpgroup_mma_wait(outstanding, deps):
     while len(local.products) > outstanding:
         local.products.pop(0).finish()
-    out = [d.value if isinstance(d, Product) else d for d in deps]
-    assert all(x is not None for x in out), "read before it was waited for"
+    # One that is still on its way stays a product: more may be added to it, and nothing else can be done with it.
+    out = [d.value if isinstance(d, Product) and d.value is not None else d for d in deps]
     return out[0] if len(out) == 1 else tuple(out)
 
 
@@ -229,11 +255,12 @@ def warp_specialize(parts, warps, registers):
     program = local.program
 
     def partition(i, function, arguments):
-        local.program, local.name, local.products = program, f"partition {i}", []
+        local.program, local.name, local.products, local.sends = program, f"partition {i}", [], []
         whole = False
         try:
             function(*arguments)
             assert not local.products, "a product nobody waited for"
+            assert not local.sends, "a copy that may outlive the program"
             whole = True
         finally:
             if not whole:
@@ -329,6 +356,9 @@ def install() -> None:
         "max": lambda x, axis: x.amax(axis),
         "reshape": lambda x, shape: x.reshape([int(n) for n in shape]),
         "exp2": torch.exp2,
+        "exp": torch.exp,
+        "permute": lambda x, order: x.permute(order),
+        "split": lambda x: (x[..., 0], x[..., 1]),
         "where": torch.where,
         "convert_layout": lambda x, layout: x,
         "maximum": pick("maximum"),
@@ -344,14 +374,14 @@ def install() -> None:
     mbarrier = types.SimpleNamespace(
         MBarrierLayout=MBarrierLayout,
         init=lambda b, count: b.start(count),
-        arrive=lambda b: b.change(arrivals=1),
+        arrive=lambda b, pred=True: b.change(arrivals=1) if pred else None,
         expect=lambda b, n: b.change(arrivals=1, bytes=int(n)),
         wait=lambda b, parity: b.wait(parity),
     )
     hopper = {
         "fence_async_shared": anything,
         "mbarrier": mbarrier,
-        "tma": types.SimpleNamespace(async_load=async_load),
+        "tma": types.SimpleNamespace(async_load=async_load, async_store=async_store, store_wait=store_wait),
         "warpgroup_mma": warpgroup_mma,
         "warpgroup_mma_wait": warpgroup_mma_wait,
     }

@@ -70,6 +70,18 @@ def test_kernels_compile_for_hopper_without_a_gpu() -> None:
     assert built["paths"]["wgmma"] > 0  # type: ignore[index]
     for name, kernel in built.items():
         assert kernel["shared"] < 113 * 1024, name  # type: ignore[index]
+    early = (
+        "add_norm",
+        "add_norm 4",
+        "gated",
+        "summed_apart",
+        "rotate_store",
+        "gate",
+        "chunk_stats",
+        "find",
+        "nucleus",
+    )
+    assert all(built[name]["waits_first"] for name in early)  # type: ignore[index]
 
 
 def test_hopper_kernel_on_a_cpu() -> None:
@@ -78,6 +90,34 @@ def test_hopper_kernel_on_a_cpu() -> None:
     assert [row["items"] for row in rows] == [24, 36, 4]  # more than programs: each takes several in turn
     for row in rows:
         assert not row["fits"], "a CPU is no Hopper GPU"
+        assert row["error"] < 2e-2, row  # type: ignore[operator]
+
+
+def test_hopper_gate_and_up_on_a_cpu() -> None:
+    pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
+    rows = run("gated_grid.py", "--cpu")
+    assert [row["shape"] for row in rows] == [[200, 264], [70, 136], [1100, 128]]
+    for row in rows:
+        assert not row["fits"], "a CPU is no Hopper GPU"
+        assert row["error"] < 2e-2, row  # type: ignore[operator]
+
+
+def test_hopper_gate_and_up_compile_without_a_gpu() -> None:
+    pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
+    [built] = run("gated_grid.py", "--compile")
+    assert all(built[name] for name in ("products", "copies", "matrix_stores")), built
+    assert built["shared"] <= 227 * 1024, built  # type: ignore[operator]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU; its source runs everywhere",
+)
+def test_hopper_gate_and_up_compiled() -> None:
+    rows = run("gated_grid.py")
+    assert [row["fits"] for row in rows] == [False, False, True, True, True, True]
+    for row in rows:
         assert row["error"] < 2e-2, row  # type: ignore[operator]
 
 

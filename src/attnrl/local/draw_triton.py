@@ -17,11 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnrl.local.early import early, follow
+
 CHUNK = 4096
 
 
 @triton.jit(do_not_specialize=["C"])
-def _chunk_stats(LOGITS, TOPS, SUMS, V, pitch, inverse, C, B: tl.constexpr):
+def _chunk_stats(LOGITS, TOPS, SUMS, V, pitch, inverse, C, B: tl.constexpr, EARLY: tl.constexpr = False):
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     v = chunk * B + tl.arange(0, B)
@@ -35,8 +38,9 @@ def _chunk_stats(LOGITS, TOPS, SUMS, V, pitch, inverse, C, B: tl.constexpr):
 @triton.jit(do_not_specialize=["C"])
 def _find(
     LOGITS, TOPS, SUMS, UNIFORM, COLUMN, TOKENS, LENGTHS, IDS, LOGPROBS, V, pitch, inverse, C, out_pitch,
-    B: tl.constexpr, BC: tl.constexpr,
+    B: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.load(COLUMN)
     c = tl.arange(0, BC)
@@ -110,8 +114,9 @@ def _above(base, V, bound, top, inverse, B: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 def _nucleus(
     LOGITS, UNIFORM, COLUMN, TOKENS, LENGTHS, IDS, LOGPROBS, V, pitch, inverse, top_p, out_pitch,
-    B: tl.constexpr, HALF: tl.constexpr,
+    B: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.load(COLUMN)
     base = LOGITS + row * pitch
@@ -186,14 +191,17 @@ def draw_into(
         _nucleus[(rows,)](
             logits_RV, uniform_RL, column_1, tokens_R, lengths_R, ids_RL, logprobs_RL, vocabulary, logits_RV.stride(0),
             inverse, top_p, ids_RL.stride(0), block, logits_RV.dtype == torch.bfloat16, num_warps=16,
+            **early(logits_RV.device),
         )  # fmt: skip
         return
     chunks = triton.cdiv(vocabulary, CHUNK)
     tops_RC, sums_RC = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits_RV.device)
     _chunk_stats[(rows, chunks)](
-        logits_RV, tops_RC, sums_RC, vocabulary, logits_RV.stride(0), inverse, chunks, CHUNK, num_warps=4
-    )
+        logits_RV, tops_RC, sums_RC, vocabulary, logits_RV.stride(0), inverse, chunks, CHUNK, num_warps=4,
+        **early(logits_RV.device),
+    )  # fmt: skip
     _find[(rows,)](
         logits_RV, tops_RC, sums_RC, uniform_RL, column_1, tokens_R, lengths_R, ids_RL, logprobs_RL, vocabulary,
         logits_RV.stride(0), inverse, chunks, ids_RL.stride(0), CHUNK, triton.next_power_of_2(chunks), num_warps=8,
+        **early(logits_RV.device),
     )  # fmt: skip

@@ -144,10 +144,16 @@ class FusedDecoder:
     """The decoder's forward from token ids to normed hidden states, over pages."""
 
     def __init__(self, model: Any, layers: list[_Layer]) -> None:
+        from attnrl.attention.paged_triton import GLUON
         from attnrl.local import fused_triton, products_triton
 
         self.kernels: Any = fused_triton
         self.products: Any = products_triton
+        self.gated: Any = None  # gate and up of many tokens
+        if GLUON:
+            from attnrl.local import gated_hopper
+
+            self.gated = gated_hopper
         self.model = model
         self.base = model.model
         self.layers = layers
@@ -206,9 +212,14 @@ class FusedDecoder:
 
     def _gated(self, gate_up: _Joined, x_TW: Tensor) -> Tensor:
         """silu(gate) * up of the inputs, [T, F]."""
-        plain = gate_up.weight is not None and gate_up.bias is None
-        fused = self.products.fits(x_TW) and plain
-        out: Tensor = self.products.gated(x_TW, gate_up.weight) if fused else self.kernels.gate(*gate_up(x_TW))
+        weight_MW = gate_up.weight if gate_up.bias is None else None
+        out: Tensor
+        if weight_MW is not None and self.products.fits(x_TW):
+            out = self.products.gated(x_TW, weight_MW)
+        elif weight_MW is not None and self.gated is not None and self.gated.fits(x_TW, weight_MW):
+            out = self.gated.gated(x_TW, weight_MW)
+        else:
+            out = self.kernels.gate(*gate_up(x_TW))
         return out
 
 

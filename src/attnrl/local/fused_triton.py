@@ -16,10 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from attnrl.attention.pages import PAGE
+from attnrl.local.early import early, follow
 
 
 @triton.jit(do_not_specialize=["pitch"])
-def _add_norm(X, Y, WEIGHT, SUM, NORMED, eps, W, pitch, BW: tl.constexpr, PARTS: tl.constexpr):
+def _add_norm(
+    X, Y, WEIGHT, SUM, NORMED, eps, W, pitch, BW: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr = False
+):
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64) * W
     w = tl.arange(0, BW)
     here = w < W
@@ -46,7 +50,7 @@ def add_norm(x_TW: Tensor, y: Tensor | None, weight_W: Tensor, eps: float) -> tu
     block = triton.next_power_of_2(width)
     _add_norm[(tokens,)](
         x_TW, x_TW if y is None else y, weight_W, sum_TW, normed_TW, eps, width, x_TW.numel(), block, parts,
-        num_warps=min(8, max(1, block // 512)),
+        num_warps=min(8, max(1, block // 512)), **early(x_TW.device),
     )  # fmt: skip
     return sum_TW, normed_TW
 
@@ -73,8 +77,9 @@ def _rotated(
 def _rotate_store(
     Q, KNEW, VNEW, COS, SIN, SLOTS, KEYS, VALUES, QNORM, KNORM, eps, q_pitch, k_pitch, v_pitch,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
-    BHALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+    BHALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
+    follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(SLOTS + token)
     half: tl.constexpr = D // 2
@@ -125,11 +130,13 @@ def rotate_store(
         q_TX, k_TX, v_TX, cos_TD, sin_TD, slots_T, keys, values, q_norm, k_norm, eps, q_TX.stride(0), k_TX.stride(0),
         v_TX.stride(0), heads, kv_heads, dim, triton.next_power_of_2(heads), triton.next_power_of_2(kv_heads),
         triton.next_power_of_2(dim), triton.next_power_of_2(dim // 2), PAGE, norms is not None, num_warps=4,
+        **early(q_TX.device),
     )  # fmt: skip
 
 
 @triton.jit
-def _gate(GATE, UP, OUT, F, gate_pitch, up_pitch, B: tl.constexpr):
+def _gate(GATE, UP, OUT, F, gate_pitch, up_pitch, B: tl.constexpr, EARLY: tl.constexpr = False):
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * B + tl.arange(0, B)
     here = f < F
@@ -146,6 +153,6 @@ def gate(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     out_TF = torch.empty(tokens, width, dtype=gate_TF.dtype, device=gate_TF.device)
     block = min(2048, triton.next_power_of_2(width))
     _gate[(tokens, triton.cdiv(width, block))](
-        gate_TF, up_TF, out_TF, width, gate_TF.stride(0), up_TF.stride(0), block, num_warps=4
+        gate_TF, up_TF, out_TF, width, gate_TF.stride(0), up_TF.stride(0), block, num_warps=4, **early(gate_TF.device)
     )
     return out_TF

@@ -17,8 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnrl.local.early import early, fetch, follow
+
 FEW = 64  # tokens up to which these kernels were measured to be the faster ones
 PROGRAMS = 128  # that keep the memory of a large GPU busy
+AHEAD = 128  # weights of a row that a program asks for before its tokens are there
 SPARE_BYTES = 8192  # of shared memory, for what Triton lays there beside the tiles
 
 
@@ -39,7 +42,8 @@ def fits(x_TK: Tensor) -> bool:
 @triton.jit
 def _product(
     X, WEIGHT, OUT, T, N, K, x_pitch, S: tl.constexpr, GATED: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr = False,
+    AHEAD: tl.constexpr = 0,
 ):  # fmt: skip
     n, t, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BT), tl.arange(0, BK)
     part = tl.program_id(1)
@@ -48,6 +52,12 @@ def _product(
     ups = tl.zeros([BN, BT], tl.float32)
     rows = WEIGHT + n[:, None].to(tl.int64) * K + k[None, :]
     tokens = X + t[None, :] * x_pitch + k[:, None]
+    if EARLY and AHEAD:
+        mine = tl.minimum(n, N - 1).to(tl.int64) * K + tl.minimum(part * span, K - AHEAD)
+        fetch(WEIGHT + mine, AHEAD * 2)
+        if GATED:
+            fetch(WEIGHT + N.to(tl.int64) * K + mine, AHEAD * 2)
+    follow(EARLY)
     for at in range(part * span, tl.minimum(part * span + span, K), BK):
         here = (n < N)[:, None] if EVEN else (n < N)[:, None] & (at + k < K)[None, :]
         live = (t < T)[None, :] if EVEN else (t < T)[None, :] & (at + k < K)[:, None]
@@ -76,6 +86,7 @@ def _run(
     _product[(triton.cdiv(out.shape[-1], columns), parts)](
         x_TK, weight_NK, out, tokens, out.shape[-1], width, x_TK.stride(0), parts, gated, block, columns, turn,
         width % turn == 0, num_warps=4, num_stages=max(2, stages),
+        AHEAD=AHEAD if width % 8 == 0 and width >= AHEAD else 0, **early(x_TK.device),
     )  # fmt: skip
     return out
 

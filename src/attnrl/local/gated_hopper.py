@@ -1,0 +1,201 @@
+"""silu(x gate^T) * (x up^T) of many tokens for Hopper GPUs, in one kernel scheduled by hand in Gluon.
+
+cuBLAS writes the products of gate and up, twice what is wanted, for another kernel to read again. Here a warpgroup
+multiplies 64 tokens with the same 128 columns of both side by side, so that each thread holds a gate and its up, and
+only what is wanted leaves. Two warpgroups share the weights of a tile, the second a few stages behind the first: one
+computes activations while the tensor cores multiply for the other. A warp of its own has the copy engine bring tiles.
+
+Shapes: T tokens, K inputs, N outputs, M = 2 N rows of weights: gate's, then up's.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# The kernels' parameters are Triton values, which have no Python types.
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+MANY = 1024  # tokens from which on there are enough tiles to keep every multiprocessor busy
+STAGES = gl.constexpr(4)  # as many as shared memory holds
+ROWS = gl.constexpr(64)  # tokens of a warpgroup
+WIDE = gl.constexpr(128)  # columns of gate, and as many of up, of a tile
+DEEP = gl.constexpr(64)  # inputs of a stage: as wide as its swizzle
+REGISTERS = gl.constexpr(40)  # of the copying warp's threads; those that multiply share the rest
+# Renamed between Triton 3.6 and 3.9.
+_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_send = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_memory = gl.shared_memory_descriptor
+_view = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
+_sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit
+def _tile(turn, tokens, columns, GROUP: gl.constexpr):
+    """First token and column of the tile of this program's turn: GROUP tiles of tokens for each of columns in turn.
+
+    What programs read at the same time then stays in the cache.
+    """
+    index = turn * gl.num_programs(0) + gl.program_id(0)
+    band = GROUP * gl.cdiv(columns, WIDE)
+    first = index // band * GROUP
+    high = gl.minimum(gl.cdiv(tokens, 2 * ROWS) - first, GROUP)
+    return (first + index % band % high) * (2 * ROWS), index % band // high * WIDE
+
+
+@gluon.jit
+def _produce(sources, rings, barriers, sizes, GROUP: gl.constexpr):
+    """The warp that has the copy engine bring tokens and weights, stage after stage."""
+    tokens_from, weights_from = sources
+    x, weights = rings
+    full, empty = barriers
+    tokens, columns, steps, turns = sizes
+    halves = _view(weights, weights.dtype, [2 * STAGES, WIDE, DEEP], weights.layout)
+    for turn in range(turns):
+        t, n = _tile(turn, tokens, columns, GROUP)
+        for k in range(steps):
+            use = turn * steps + k
+            slot = use % STAGES
+            here = full.index(slot)
+            for w in gl.static_range(2):
+                mbarrier.wait(empty.index(w * STAGES + slot), (use // STAGES & 1) ^ 1)
+            mbarrier.expect(here, (2 * ROWS + 2 * WIDE) * DEEP * 2)
+            for w in gl.static_range(2):
+                _copy(tokens_from, [t + w * ROWS, k * DEEP], here, x.index(slot * 2 + w))
+                _copy(weights_from, [n + w * columns, k * DEEP], here, halves.index(slot * 2 + w))
+
+
+@gluon.jit
+def _silu(x):
+    """x / (1 + exp(-x)), by the GPU's approximations: rounded to half precision nearly always the same."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;"
+        " rcp.approx.ftz.f32 t, t; mul.f32 $0, $1, t; }",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _consume(to, rings, staged, barriers, sizes, GROUP: gl.constexpr, LEAD: gl.constexpr, w: gl.constexpr):
+    """A warpgroup: 64 tokens of every tile of this program."""
+    x, weights = rings
+    full, empty = barriers
+    tokens, columns, steps, turns = sizes
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * WIDE, 16])
+    element: gl.constexpr = x.dtype
+    mine = staged.index(w)
+    sums = gl.zeros([ROWS, 2 * WIDE], gl.float32, mma)
+    if w > 0 and LEAD > 0:
+        mbarrier.wait(empty.index(LEAD - 1), 0)
+    for turn in range(turns):
+        t, n = _tile(turn, tokens, columns, GROUP)
+        for k in range(steps):
+            use = turn * steps + k
+            slot = use % STAGES
+            mbarrier.wait(full.index(slot), use // STAGES & 1)
+            columns_of_slot = weights.index(slot).permute((1, 0))
+            sums = warpgroup_mma(x.index(slot * 2 + w), columns_of_slot, sums, use_acc=k > 0, is_async=True)
+            sums = warpgroup_mma_wait(1, deps=[sums])  # that of the stage before is done
+            mbarrier.arrive(empty.index(w * STAGES + (use + STAGES - 1) % STAGES), pred=k > 0)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        mbarrier.arrive(empty.index(w * STAGES + (turn * steps + steps - 1) % STAGES))
+        gate, up = gl.split(gl.permute(gl.reshape(sums, [ROWS, 2, WIDE]), [0, 2, 1]))
+        active = _silu(gate.to(element).to(gl.float32)).to(element)  # rounded where the modules round
+        out = (active.to(gl.float32) * up.to(element).to(gl.float32)).to(element)
+        tma.store_wait(0)  # the tile before has left
+        _sync()
+        mine.store(out)
+        fence_async_shared()
+        _sync()
+        _send(to, [t + w * ROWS, n], mine)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _barriers(n: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(n):
+        mbarrier.init(barriers.index(i), count=1)
+    return barriers
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def _gated(
+    tokens_from, weights_from, to, tokens, columns, steps, GROUP: gl.constexpr, LEAD: gl.constexpr,
+):  # fmt: skip
+    """A tile is 128 tokens and 128 columns; a program takes one after the other."""
+    element: gl.constexpr = tokens_from.dtype
+    x = gl.allocate_shared_memory(element, [2 * STAGES, ROWS, DEEP], tokens_from.layout)
+    weights = gl.allocate_shared_memory(element, [STAGES, 2 * WIDE, DEEP], weights_from.layout)
+    staged = gl.allocate_shared_memory(element, [2, ROWS, WIDE], to.layout)  # results on their way out
+    rings = (x, weights)
+    barriers = (_barriers(STAGES), _barriers(2 * STAGES))  # arrived; read, by each warpgroup
+    fence_async_shared()
+    tiles = gl.cdiv(tokens, 2 * ROWS) * gl.cdiv(columns, WIDE)
+    turns = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
+    sizes = (tokens, columns, steps, turns)
+    gl.warp_specialize(
+        [
+            (_consume, (to, rings, staged, barriers, sizes, GROUP, LEAD, 0)),
+            (_consume, (to, rings, staged, barriers, sizes, GROUP, LEAD, 1)),
+            (_produce, ((tokens_from, weights_from), rings, barriers, sizes, GROUP)),
+        ],
+        [4, 1],
+        [252 - REGISTERS // 2, REGISTERS],
+    )
+
+
+def fits(x_TK: Tensor, weight_MK: Tensor) -> bool:
+    """Whether this kernel is for such an input: many tokens, half precision, on a Hopper GPU."""
+    if not x_TK.is_cuda or torch.cuda.get_device_capability(x_TK.device)[0] != 9:
+        return False
+    return (
+        len(x_TK) >= MANY
+        and x_TK.dtype in (torch.bfloat16, torch.float16)
+        and weight_MK.dtype == x_TK.dtype
+        and x_TK.shape[1] >= STAGES.value * DEEP.value
+        and len(weight_MK) % 16 == 0
+        and all(x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (x_TK, weight_MK))
+    )
+
+
+def gated(x_TK: Tensor, weight_MK: Tensor, *, programs: int | None = None, order: tuple[int, int] = (32, 2)) -> Tensor:
+    """silu(x gate^T) * (x up^T), [T, N], for gate's N rows and then up's.
+
+    `programs`: as many as multiprocessors; `order`: tiles of tokens in a group, stages between the two warpgroups.
+    """
+    tokens, inputs = x_TK.shape
+    columns = len(weight_MK) // 2
+    group, lead = order
+    out_TN = x_TK.new_empty(tokens, columns)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    rows, wide, deep = ROWS.value, WIDE.value, DEEP.value
+    tiles = triton.cdiv(tokens, 2 * rows) * triton.cdiv(columns, wide)
+    programs = programs or torch.cuda.get_device_properties(x_TK.device).multi_processor_count
+    _gated[(min(tiles, programs),)](
+        TensorDescriptor(x_TK, [tokens, inputs], [x_TK.stride(0), 1], [rows, deep], layout),
+        TensorDescriptor(weight_MK, [2 * columns, inputs], [weight_MK.stride(0), 1], [wide, deep], layout),
+        TensorDescriptor(out_TN, [tokens, columns], [columns, 1], [rows, wide], layout),
+        tokens,
+        columns,
+        triton.cdiv(inputs, deep),
+        GROUP=group,
+        LEAD=lead,
+        num_warps=4,
+    )
+    return out_TN
