@@ -71,6 +71,16 @@ def by_preset(rows: Rows, stage: str) -> dict[str, dict[int, dict[str, Any]]]:
     return found
 
 
+def at_one_rate(rows: Rows) -> Rows:
+    """The runs of stages "main" and "stable" at the latter's rate, as rows of "main", and those of "alone", which tell
+    speeds; none without stage "stable".
+    """
+    rates = {r["cell"]["rate"] for r in rows if r["cell"]["stage"] == "stable"}
+    of_rate = [r for r in rows if r["cell"]["rate"] in rates and r["cell"]["stage"] in ("main", "stable")]
+    alone = [r for r in rows if rates and r["cell"]["stage"] == "alone"]
+    return [r | {"cell": r["cell"] | {"stage": "main"}} for r in of_rate] + alone
+
+
 def spread(values: Sequence[float]) -> tuple[float, float]:
     """Mean and half of its 95 % interval over seeds, Student's t; nan for one seed."""
     n = len(values)
@@ -417,6 +427,8 @@ def write_all(results: Path) -> None:
     for file in sorted(results.glob("*.jsonl")):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         made |= {f"{file.stem} {name}": make(rows) for name, make in makers.items()}
+        one = at_one_rate(rows)
+        made |= {f"{file.stem} {name} at one rate": makers[name](one) for name in ("main", "pairs") if one}
         if f"/results_{file.stem}.svg" in page:
             curves(rows, FIGURES / f"results_{file.stem}.svg")
     for file in sorted(results.glob("*_values.json")):
