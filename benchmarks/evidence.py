@@ -224,7 +224,7 @@ def branching(run_dir: Path) -> dict[str, float]:
 
 
 def work(number: int, cells: list[Cell], queue: Queue, runs: Path, stop_at: float) -> None:
-    """One worker: takes cells that nobody holds until none is left or the time is over."""
+    """One worker: takes cells that nobody holds until none is left, the time is over, or the queue is gone."""
     runs.mkdir(parents=True, exist_ok=True)
     log = (runs / f"worker-{number}.log").open("a", buffering=1)
     os.dup2(log.fileno(), 1)
@@ -232,7 +232,7 @@ def work(number: int, cells: list[Cell], queue: Queue, runs: Path, stop_at: floa
     tasks.make_tasks = lru_cache(tasks.make_tasks)  # the same problems for every cell
     for cell in cells[number:] + cells[:number]:
         run_dir = runs / cell.name
-        if time.time() > stop_at:
+        if time.time() > stop_at or not (caller := multiprocessing.parent_process()) or not caller.is_alive():
             return
         with held(runs / f"{cell.name}.lock") as free:
             failed = runs / f"{cell.name}.failed"

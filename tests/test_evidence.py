@@ -270,6 +270,20 @@ class TestTables:
         assert tables.pace_table(rows).splitlines()[3] == "| AttnRL | 1 | 4.00 | 25 | 12 |"
         assert "wall time" not in tables.pair_table(rows[:2])
 
+    def test_at_one_rate_stand_the_runs_of_both_stages_that_had_it(self):
+        rows = [
+            row("main", "s_grpo", 0, 2e-4, 0.5),
+            row("stable", "s_grpo", 0, 1e-4, 0.6),
+            row("main", "s_oracle", 0, 1e-4, 0.7),
+            row("sweep", "s_oracle", 100, 1e-4, 0.1),
+            row("alone", "s_grpo", 0, 2e-4, 0.2),
+        ]
+        found = tables.at_one_rate(rows)
+        ends = {(r["cell"]["stage"], r["cell"]["preset"]): r["after"] for r in found}
+        assert ends == {("main", "s_grpo"): 0.6, ("main", "s_oracle"): 0.7, ("alone", "s_grpo"): 0.2}
+        assert tables.at_one_rate([r for r in rows if r["cell"]["stage"] != "stable"]) == []
+        assert rows[1]["cell"]["stage"] == "stable"
+
     def test_a_knob_is_compared_with_the_same_seed_as_it_is(self):
         def run(stage: str, seed: int, after: float, **knob: str) -> dict:
             found = row(stage, "s_attnrl", seed, 0.1, after) | {"iterations": 7}
@@ -357,6 +371,18 @@ rates = [1e-5]
 [stages.main.overrides]
 "model.path" = "nowhere"
 """
+
+
+def test_a_worker_whose_queue_is_gone_takes_no_cell(tmp_path, monkeypatch):
+    class Gone:
+        is_alive = staticmethod(lambda: False)
+
+    monkeypatch.setattr(evidence.multiprocessing, "parent_process", Gone)
+    monkeypatch.setattr(evidence.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(evidence, "finish", lambda *_: pytest.fail("took a cell"))
+    monkeypatch.setattr(evidence.tasks, "make_tasks", evidence.tasks.make_tasks)
+    evidence.work(0, [evidence.Cell("main", "demo", 0, 1e-4)], None, tmp_path, float("inf"))
+    assert not list(tmp_path.glob("*.lock"))
 
 
 @pytest.mark.slow
