@@ -36,7 +36,16 @@ RULES_SHOWN: dict[str, tuple[str, dict[str, float]]] = {
     "fci, top 40 %": ("fci", {"top_fraction": 0.4}),
     **{
         n: (n, {})
-        for n in ("fci_residual", "fci_mean", "surprisal", "step_entropy", "random_steps", "first_steps", "oracle")
+        for n in (
+            "fci_residual",
+            "fci_ratio",
+            "fci_mean",
+            "surprisal",
+            "step_entropy",
+            "random_steps",
+            "first_steps",
+            "oracle",
+        )
     },
 }
 DELTA = 4

@@ -25,6 +25,7 @@ S_RULES = {
     "s_mean": "fci_mean",
     "s_oracle": "oracle",
     "s_random": "random_steps",
+    "s_ratio": "fci_ratio",
     "s_residual": "fci_residual",
 }
 

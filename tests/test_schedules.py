@@ -230,7 +230,7 @@ def test_options_of_the_filter_reach_it() -> None:
 
 
 NEEDS: dict[str, tuple[bool, ...]] = {  # of each rule, as every preset names it: () nothing, (fci,)
-    **dict.fromkeys(("fci", "fci_mean", "fci_residual"), (True,)),
+    **dict.fromkeys(("fci", "fci_mean", "fci_ratio", "fci_residual"), (True,)),
     **dict.fromkeys(("entropy", "step_entropy"), (False,)),
 }
 

@@ -13,6 +13,7 @@ from attnrl.algo.branching import candidates
 from attnrl.algo.position import RULES as OURS
 from attnrl.algo.position import (
     fci_mean,
+    fci_ratio,
     fci_residual,
     first_steps,
     oracle,
@@ -71,6 +72,17 @@ class TestResidual:
         trunk = build.trunk(10, 1.0, starts=tuple(starts), fci=scores)
         assert RULES["fci"](build.prompt(), trunk, rng(), points=1) == (1,)
         assert fci_residual(build.prompt(), trunk, rng(), points=1) == (5,)
+
+    def test_the_ratio_finds_one_so_late_that_its_fci_is_below_every_other(self, build):
+        null = position_null(2, [Step(k, k + 1) for k in range(12)], 4)
+        scores = null * 10
+        scores[7] *= 1.5  # the last with an FCI: still the smallest of the eight
+        scores[2] *= 1.2  # more in height, less in times
+        trunk = build.trunk(12, 1.0, starts=tuple(range(1, 12)), fci=scores)
+        assert scores[7] == scores[:8].min()
+        assert fci_residual(build.prompt(), trunk, rng(), points=1) == (2,)
+        assert fci_ratio(build.prompt(), trunk, rng(), points=1) == (7,)
+        assert fci_ratio(build.prompt(), trunk, rng(), points=9)[:7] == (1, 2, 3, 4, 5, 6, 7)  # then those without one
 
 
 def test_fci_mean_divides_by_the_number_of_later_steps(build):

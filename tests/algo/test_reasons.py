@@ -69,6 +69,7 @@ class TestSteps:
         assert {name for name, said in declared.items() if "fci" in said["reads"]} == {
             "fci",
             "fci_residual",
+            "fci_ratio",
             "fci_mean",
         }
         assert declared_by(lambda prompt, trunk, rng: ())["reads"] == ["entropy", "fci", "logprobs"]

@@ -1,8 +1,8 @@
 """Branching rules that separate attention from position: controls for FCI, and variants of it.
 
 FCI sums over all later steps, so an early step gets more for being early. The rules here branch by position alone
-(`first_steps`, `position`), by FCI with that advantage taken out (`fci_residual`, `fci_mean`), by entropy of steps, or
-at steps that the data row names as decisive (`oracle`, the ceiling of any rule). None of them is in the paper.
+(`first_steps`, `position`), by FCI with that advantage taken out (`fci_residual`, `fci_ratio`, `fci_mean`), by entropy
+of steps, or at steps that the data row names as decisive (`oracle`, the ceiling of any rule). None is in the paper.
 """
 
 from __future__ import annotations
@@ -101,6 +101,16 @@ def fci_residual(
 
 
 @reads("fci")
+def fci_ratio(
+    prompt: Prompt, trunk: Trunk, rng: np.random.Generator, *, points: Count = 2, delta: Count = 4
+) -> tuple[int, ...]:
+    """Starts of the steps whose FCI is the most times its position null: late ones too, whose FCI is small."""
+    null = position_null(len(prompt.ids), trunk.steps, delta)
+    times = np.divide(trunk.scores.fci, null, out=np.full(len(null), -np.inf), where=null > 0.0)
+    return _best(times, trunk.steps, points)
+
+
+@reads("fci")
 def fci_mean(
     prompt: Prompt,
     trunk: Trunk,
@@ -145,6 +155,7 @@ RULES = {
     "first_steps": first_steps,
     "position": position,
     "fci_residual": fci_residual,
+    "fci_ratio": fci_ratio,
     "fci_mean": fci_mean,
     "step_entropy": step_entropy,
     "oracle": oracle,
