@@ -66,7 +66,10 @@ def by_preset(rows: Rows, stage: str) -> dict[str, dict[int, dict[str, Any]]]:
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for preset in NAMES:
         cells = [(r["cell"], r) for r in rows if not r["cell"].get("knob")]
-        own = {cell["seed"]: r for cell, r in cells if cell["stage"] in stages and cell["preset"] == preset}
+        mine = [(cell, r) for cell, r in cells if cell["stage"] in stages and cell["preset"] == preset]
+        own = {cell["seed"]: r for cell, r in mine}
+        if len(own) < len(mine):
+            raise SystemExit(f"{preset}, stage {stage}: a seed has runs at several rates; keep those of one rate")
         if own:
             found[preset] = own
     return found

@@ -11,6 +11,7 @@ before that; weights may be asked for, since a step writes none.
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
@@ -39,6 +40,7 @@ def fetch(POINTERS, BYTES: tl.constexpr):
 @cache
 def early(device: torch.device) -> dict[str, Any]:
     """Launch options of a kernel that begins with `follow`, where the device can start it early."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+    compiled = os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None
+    if device.type != "cuda" or not compiled or torch.cuda.get_device_capability(device) < (9, 0):
         return {}
     return {"EARLY": True, "launch_pdl": True}

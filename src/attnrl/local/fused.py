@@ -149,7 +149,8 @@ class FusedDecoder:
 
         self.kernels: Any = fused_triton
         self.products: Any = products_triton
-        self.gated: Any = None  # gate and up of many tokens
+        self.gated: Any = None  # gate and up of many tokens, once its first result was compared
+        self.compared = False
         if GLUON:
             from attnrl.local import gated_hopper
 
@@ -218,6 +219,10 @@ class FusedDecoder:
             out = self.products.gated(x_TW, weight_MW)
         elif weight_MW is not None and self.gated is not None and self.gated.fits(x_TW, weight_MW):
             out = self.gated.gated(x_TW, weight_MW)
+            if not self.compared:
+                theirs, self.compared = self.kernels.gate(*gate_up(x_TW)), True
+                if not agrees(out, theirs, "gate and up run as two kernels"):
+                    self.gated, out = None, theirs
         else:
             out = self.kernels.gate(*gate_up(x_TW))
         return out
@@ -251,13 +256,13 @@ def fuse(model: Any, device: torch.device) -> FusedDecoder | None:
     return fused
 
 
-def agrees(ours_TV: Tensor, theirs_TV: Tensor) -> bool:
-    """Whether two forwards' logits are the same up to rounding; said where they are not."""
+def agrees(ours_TV: Tensor, theirs_TV: Tensor, instead: str = "sampling runs unfused") -> bool:
+    """Whether two forwards' logits are the same up to rounding; where they are not, it is said what runs instead."""
     spread = float((theirs_TV - theirs_TV.mean(-1, keepdim=True)).float().square().mean().sqrt())
     apart = float((ours_TV - theirs_TV).float().square().mean().sqrt())
     allowed = 1e-3 if theirs_TV.dtype == torch.float32 else 5e-2
     fine = apart <= allowed * max(spread, 1e-6)
     if not fine:
         share = apart / max(spread, 1e-6)
-        warnings.warn(f"the fused forward differs from the model's by {share:.1%}: sampling runs unfused", stacklevel=2)
+        warnings.warn(f"the fused forward differs from the model's by {share:.1%}: {instead}", stacklevel=2)
     return fine

@@ -2,8 +2,8 @@
 
 cuBLAS writes the products of gate and up, twice what is wanted, for another kernel to read again. Here a warpgroup
 multiplies 64 tokens with the same 128 columns of both side by side, so that each thread holds a gate and its up, and
-only what is wanted leaves. Two warpgroups share the weights of a tile, the second a few stages behind the first: one
-computes activations while the tensor cores multiply for the other. A warp of its own has the copy engine bring tiles.
+only what is wanted leaves. Two warpgroups share the weights of a tile, the second two stages behind the first. A warp
+of its own has the copy engine bring tiles.
 
 Shapes: T tokens, K inputs, N outputs, M = 2 N rows of weights: gate's, then up's.
 """
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-MANY = 1024  # tokens from which on there are enough tiles to keep every multiprocessor busy
+MANY = 1024  # tokens from which on there are enough tiles for a large GPU, where a layer is 2,048 wide or more
 STAGES = gl.constexpr(4)  # as many as shared memory holds
 ROWS = gl.constexpr(64)  # tokens of a warpgroup
 WIDE = gl.constexpr(128)  # columns of gate, and as many of up, of a tile
@@ -162,7 +162,7 @@ def _gated(
 
 def fits(x_TK: Tensor, weight_MK: Tensor) -> bool:
     """Whether this kernel is for such an input: many tokens, half precision, on a Hopper GPU."""
-    if not x_TK.is_cuda or torch.cuda.get_device_capability(x_TK.device)[0] != 9:
+    if not x_TK.is_cuda or torch.version.hip or torch.cuda.get_device_capability(x_TK.device)[0] != 9:
         return False
     return (
         len(x_TK) >= MANY

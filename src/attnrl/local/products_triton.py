@@ -86,7 +86,7 @@ def _run(
     _product[(triton.cdiv(out.shape[-1], columns), parts)](
         x_TK, weight_NK, out, tokens, out.shape[-1], width, x_TK.stride(0), parts, gated, block, columns, turn,
         width % turn == 0, num_warps=4, num_stages=max(2, stages),
-        AHEAD=AHEAD if width % 8 == 0 and width >= AHEAD else 0, **early(x_TK.device),
+        AHEAD=AHEAD if width >= AHEAD and width % 8 == weight_NK.data_ptr() % 16 == 0 else 0, **early(x_TK.device),
     )  # fmt: skip
     return out
 

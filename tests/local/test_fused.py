@@ -1,0 +1,73 @@
+"""Which kernel computes gate and up, and where kernels may start early."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
+
+from attnrl.local.early import early
+from attnrl.local.fused import FusedDecoder, _Joined
+
+
+def decoder(answer: torch.Tensor, few: bool = False) -> FusedDecoder:
+    """One whose Hopper kernel fits every input and gives `answer`, and whose plain way multiplies the two halves."""
+    made = FusedDecoder.__new__(FusedDecoder)
+    made.kernels = SimpleNamespace(gate=lambda gate, up: gate * up)
+    made.products = SimpleNamespace(fits=lambda x: few, gated=lambda x, weight: torch.zeros(1))
+    made.gated = SimpleNamespace(fits=lambda x, weight: True, gated=lambda x, weight: answer)
+    made.compared = False
+    return made
+
+
+def joined(bias: bool = False) -> tuple[_Joined, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    parts = [torch.nn.Linear(4, 6, bias=bias) for _ in range(2)]
+    both = _Joined(parts, copy=True)
+    both.refresh()
+    x = torch.randn(5, 4)
+    with torch.no_grad():
+        return both, x, parts[0](x) * parts[1](x)
+
+
+@torch.no_grad()
+def test_many_tokens_go_to_the_hopper_kernel_which_is_compared_once() -> None:
+    both, x, truth = joined()
+    fused = decoder(truth + 1e-6)
+    assert fused._gated(both, x) is fused.gated.gated(x, None)
+    fused.kernels = None  # from now on nothing is compared
+    assert fused._gated(both, x) is fused.gated.gated(x, None)
+
+
+@torch.no_grad()
+def test_a_kernel_that_gives_other_numbers_is_left_with_a_word() -> None:
+    both, x, truth = joined()
+    fused = decoder(truth + 1.0)
+    with pytest.warns(UserWarning, match="gate and up run as two kernels"):
+        torch.testing.assert_close(fused._gated(both, x), truth)
+    assert fused.gated is None
+    torch.testing.assert_close(fused._gated(both, x), truth)
+
+
+@torch.no_grad()
+def test_few_tokens_and_biases_do_not_go_there() -> None:
+    both, x, truth = joined()
+    assert decoder(truth, few=True)._gated(both, x).tolist() == [0.0]
+    both, x, truth = joined(bias=True)
+    torch.testing.assert_close(decoder(truth + 1.0)._gated(both, x), truth)
+
+
+def test_kernels_start_early_on_hopper_gpus_and_later_alone(monkeypatch) -> None:
+    capability = {"cuda:1": (8, 9), "cuda:2": (9, 0), "cuda:3": (12, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[str(device)])
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = {name: bool(early.__wrapped__(torch.device(name))) for name in ("cpu", *capability)}
+    assert found == {"cpu": False, "cuda:1": False, "cuda:2": True, "cuda:3": True}
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert early.__wrapped__(torch.device("cuda:2")) == {}
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert early.__wrapped__(torch.device("cuda:2")) == {}
