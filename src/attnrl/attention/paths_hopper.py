@@ -21,24 +21,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnrl.attention import pages
+from attnrl.attention.gluon_parts import copy_in, new_barriers, sync, view
 from attnrl.attention.paged_triton import LOG2E
 
 PAGE = gl.constexpr(pages.PAGE)
 ROWS = gl.constexpr(64)  # queries of a warpgroup
 HALF = gl.constexpr(64)  # columns of a copy: as wide as its swizzle
 REGISTERS = gl.constexpr(40)  # of the copying warp's threads; those that multiply share the rest
-# Renamed between Triton 3.6 and 3.9.
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_memory = gl.shared_memory_descriptor
-_view = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
-_sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -73,7 +68,7 @@ def _heads(item, G: gl.constexpr, WIDE: gl.constexpr):
 def _boxes(ring):
     """A ring's tiles [BN, D] as the boxes [PAGE, 64] that they are made of: by slot, half of the columns, page."""
     boxes: gl.constexpr = ring.shape[0] * ring.shape[1] * ring.shape[2] // (PAGE * HALF)
-    return _view(ring, ring.dtype, [boxes, PAGE, HALF], ring.layout)
+    return view(ring, ring.dtype, [boxes, PAGE, HALF], ring.layout)
 
 
 @gluon.jit
@@ -83,7 +78,7 @@ def _bring(source, boxes, arrived, slot, rows, PARTS: gl.constexpr, D: gl.conste
     for half in gl.static_range(D // HALF):
         for i in gl.static_range(PARTS):
             box = boxes.index((slot * (D // HALF) + half) * PARTS + i)
-            _copy(source, [rows[i], half * HALF], arrived, box)
+            copy_in(source, [rows[i], half * HALF], arrived, box)
 
 
 @gluon.jit
@@ -123,7 +118,7 @@ def _produce(
                 for w in gl.static_range(2):
                     mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
                     mbarrier.expect(q_full.index(w), ROWS * D * 2)
-                    _copy(queries, [begin, (head + w) * D], q_full.index(w), q.index(w))
+                    copy_in(queries, [begin, (head + w) * D], q_full.index(w), q.index(w))
             mbarrier.wait(v_empty.index(slot), free)
             _bring(values, v_boxes, v_full.index(slot), slot, rows, PARTS, D)
         done += tiles
@@ -158,7 +153,7 @@ def _clear(boxes, slot, at, end, PARTS: gl.constexpr, D: gl.constexpr):
                 x = box.load(wide)
                 box.store(gl.where((at + i * PAGE + row < end)[:, None], x, gl.zeros_like(x)))
     fence_async_shared()
-    _sync()
+    sync()
 
 
 @gluon.jit
@@ -274,14 +269,6 @@ def _consume(
         done += tiles
 
 
-@gluon.jit
-def _barriers(n: gl.constexpr, arrivals: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(n):
-        mbarrier.init(barriers.index(i), count=arrivals)
-    return barriers
-
-
 @gluon.jit(do_not_specialize=["table_pitch", "items"])
 def _paths(
     queries, keys, values, TABLE, BLOCKS, OUT, scale2, out_pitch, table_pitch, items,
@@ -299,8 +286,8 @@ def _paths(
     sources = (queries, keys, values)
     # Queries, keys, values: arrived, and read by all who read them; then the baton that the two warpgroups pass.
     barriers = (
-        _barriers(2, 1), _barriers(2, 1), _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1),
-        _barriers(STAGES, 2), _barriers(2, 1),
+        new_barriers(2, 1), new_barriers(2, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 2),
+        new_barriers(STAGES, 1), new_barriers(STAGES, 2), new_barriers(2, 1),
     )  # fmt: skip
     fence_async_shared()
     turns = items // gl.num_programs(0)

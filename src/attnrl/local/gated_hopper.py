@@ -27,18 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attnrl.attention.gluon_parts import copy_in, copy_out, new_barriers, sync, view
+
 MANY = 1024  # tokens from which on there are enough tiles for a large GPU, where a layer is 2,048 wide or more
 STAGES = gl.constexpr(4)  # as many as shared memory holds
 ROWS = gl.constexpr(64)  # tokens of a warpgroup
 WIDE = gl.constexpr(128)  # columns of gate, and as many of up, of a tile
 DEEP = gl.constexpr(64)  # inputs of a stage: as wide as its swizzle
 REGISTERS = gl.constexpr(40)  # of the copying warp's threads; those that multiply share the rest
-# Renamed between Triton 3.6 and 3.9.
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_send = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-_memory = gl.shared_memory_descriptor
-_view = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
-_sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -61,7 +57,7 @@ def _produce(sources, rings, barriers, sizes, GROUP: gl.constexpr):
     x, weights = rings
     full, empty = barriers
     tokens, columns, steps, turns = sizes
-    halves = _view(weights, weights.dtype, [2 * STAGES, WIDE, DEEP], weights.layout)
+    halves = view(weights, weights.dtype, [2 * STAGES, WIDE, DEEP], weights.layout)
     for turn in range(turns):
         t, n = _tile(turn, tokens, columns, GROUP)
         for k in range(steps):
@@ -72,8 +68,8 @@ def _produce(sources, rings, barriers, sizes, GROUP: gl.constexpr):
                 mbarrier.wait(empty.index(w * STAGES + slot), (use // STAGES & 1) ^ 1)
             mbarrier.expect(here, (2 * ROWS + 2 * WIDE) * DEEP * 2)
             for w in gl.static_range(2):
-                _copy(tokens_from, [t + w * ROWS, k * DEEP], here, x.index(slot * 2 + w))
-                _copy(weights_from, [n + w * columns, k * DEEP], here, halves.index(slot * 2 + w))
+                copy_in(tokens_from, [t + w * ROWS, k * DEEP], here, x.index(slot * 2 + w))
+                copy_in(weights_from, [n + w * columns, k * DEEP], here, halves.index(slot * 2 + w))
 
 
 @gluon.jit
@@ -118,20 +114,12 @@ def _consume(to, rings, staged, barriers, sizes, GROUP: gl.constexpr, LEAD: gl.c
         active = _silu(gate.to(element).to(gl.float32)).to(element)  # rounded where the modules round
         out = (active.to(gl.float32) * up.to(element).to(gl.float32)).to(element)
         tma.store_wait(0)  # the tile before has left
-        _sync()
+        sync()
         mine.store(out)
         fence_async_shared()
-        _sync()
-        _send(to, [t + w * ROWS, n], mine)
+        sync()
+        copy_out(to, [t + w * ROWS, n], mine)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _barriers(n: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(n):
-        mbarrier.init(barriers.index(i), count=1)
-    return barriers
 
 
 @gluon.jit(do_not_specialize=["tokens"])
@@ -144,7 +132,7 @@ def _gated(
     weights = gl.allocate_shared_memory(element, [STAGES, 2 * WIDE, DEEP], weights_from.layout)
     staged = gl.allocate_shared_memory(element, [2, ROWS, WIDE], to.layout)  # results on their way out
     rings = (x, weights)
-    barriers = (_barriers(STAGES), _barriers(2 * STAGES))  # arrived; read, by each warpgroup
+    barriers = (new_barriers(STAGES, 1), new_barriers(2 * STAGES, 1))  # arrived; read, by each warpgroup
     fence_async_shared()
     tiles = gl.cdiv(tokens, 2 * ROWS) * gl.cdiv(columns, WIDE)
     turns = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))

@@ -16,17 +16,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attnrl.attention.gluon_parts import copy_in
 from attnrl.scoring.fci_triton import Layer, Tile
 
 HEAD = 128  # with 64 the exponentials take longer than the products, and the schedule gains nothing
 WARPS = 4
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed in 3.9
 
 
 @gluon.jit
@@ -36,7 +35,7 @@ def _fetch(queries, ring, arrived, turn, turns, row, column, STAGES: gl.constexp
     live = turn < turns
     mbarrier.expect(arrived.index(slot), ring.shape[1] * ring.shape[2] * 2, pred=live)
     at = [row + turn * ring.shape[1], column]
-    _copy(queries, at, arrived.index(slot), ring.index(slot), pred=live)
+    copy_in(queries, at, arrived.index(slot), ring.index(slot), pred=live)
 
 
 @gluon.jit
