@@ -107,6 +107,7 @@ if __name__ == "__main__":
             "wgmma": ptx.count("wgmma.mma_async"),
             "mma": ptx.count("mma.sync"),
             "wide_copies": ptx.count("cp.async.cg.shared.global"),
+            "early": "EARLY" in kernel.arg_names,
             "waits_first": "griddepcontrol.wait" in ptx and not ACCESS.search(ptx.partition("griddepcontrol.wait")[0]),
         }
     print(json.dumps(report))
