@@ -15,6 +15,9 @@ from attnrl.attention.paged import QUERY_BLOCK, hopper
 from attnrl.attention.pages import PAGE, cut, pages_for
 from attnrl.local import fused_triton, products_triton
 
+if hopper is not None:
+    from attnrl.local import gated_hopper
+
 HEADS, KV_HEADS, DIM = 12, 2, 128
 
 
@@ -130,17 +133,18 @@ def product_times(tiny: bool, device: str) -> list[dict[str, Any]]:
 
 
 def gated_times(tiny: bool, device: str) -> list[dict[str, Any]]:
-    """Gate and up of a prefill, the library's product and our activation, over so many tokens at a time.
-
-    Few, and the activation finds the product in the L2; many, and the product fills the GPU.
-    """
-    tokens, width, inner = (64, 64, 64) if tiny else (16_384, 1536, 8960)
-    x = torch.randn(tokens, width, device=device).bfloat16()
+    """Gate and up of a prefill: the library's product and our activation after it, and both in one kernel."""
+    width, inner = (64, 64) if tiny else (1536, 8960)
     weight = (torch.randn(2 * inner, width, device=device) / width**0.5).bfloat16()
+    out = []
+    for tokens in (64,) if tiny else (16_384, 8192, 2048):
+        x = torch.randn(tokens, width, device=device).bfloat16()
 
-    def run(part: int) -> None:
-        for piece in x.split(part):
-            fused_triton.gate(*torch.nn.functional.linear(piece, weight).chunk(2, -1))
+        def two(x: Any = x) -> None:
+            fused_triton.gate(*torch.nn.functional.linear(x, weight).chunk(2, -1))
 
-    parts = (32, 64) if tiny else (512, 1024, 1152, 2304, 4096, 16_384)
-    return [{"tokens": tokens, "at a time": part, "us": 1e3 * timed(partial(run, part), device)} for part in parts]
+        line = {"tokens": tokens, "two kernels, us": 1e3 * timed(two, device)}
+        if hopper is not None and gated_hopper.fits(x, weight):
+            line["one kernel, us"] = 1e3 * timed(partial(gated_hopper.gated, x, weight), device)
+        out.append(line)
+    return out
