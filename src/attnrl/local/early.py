@@ -1,9 +1,9 @@
 """Kernels that are on the GPU before the kernel before them has ended.
 
-Between two kernels of a decode step a GPU idles for about a microsecond, some three hundred times a step. On Hopper
-GPUs and later a kernel may start while its predecessor still runs ("programmatic dependent launch"): it sets itself up
-and waits in `follow` until the predecessor's results can be read. Nothing that another kernel writes may be touched
-before that; weights may be asked for, since a step writes none.
+A decode step is nine kernels a layer, most of them short, and between two of them a GPU idles. On Hopper GPUs and
+later a kernel may start while its predecessor still runs ("programmatic dependent launch"): it sets itself up and waits
+in `follow` until the predecessor's results can be read. Nothing that another kernel writes may be touched before that;
+weights may be asked for, since a step writes none.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
