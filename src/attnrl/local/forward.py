@@ -24,6 +24,7 @@ from attnrl.attention.pages import LayerShape, PagePool, pages_for, slots_of
 from attnrl.errors import ConfigError
 from attnrl.local.draw import draw
 from attnrl.local.fused import FusedDecoder, Recorded, agrees, fuse
+from attnrl.local.wide import InFloat32, widens
 from attnrl.types import Sampling
 
 _TEXT = 40  # tokens over which the fused forward is compared with the model's own
@@ -122,22 +123,31 @@ class Forward:
             return logits[0]
 
     def _compare(self, fused: FusedDecoder, layers: Sequence[LayerShape], dtype: torch.dtype) -> None:
-        """Keeps the fused forward if it gives the model's own logits on a short text."""
+        """Keeps the fused forward if it gives the model's own logits on a short text, up to rounding."""
         most = getattr(self.model.config, "max_position_embeddings", None) or _TEXT
         count = min(_TEXT, most)
         vocabulary = vocabulary_of(self.model)
         positions = torch.arange(count, device=self.device)
         tokens = positions * 7919 % vocabulary
-        pool = PagePool(layers, pages_for(count) + 1, dtype, self.device)
-        pages = pool.take(pages_for(count))
-        slots, nothing = slots_of(pages, np.arange(count)), np.zeros((2, 0), np.int64)
-        recorded = Recorded(prefill_attention(pool, [pages], slots, nothing, [query_blocks(0, 0, count, 0)]))
-        with sampling_mode(self.model):
-            theirs = self.logits(tokens, positions, recorded, positions)
-            fused.settings, self.fused = recorded.settings, fused
-            ours = self.logits(tokens, positions, recorded.plan, positions)
-        if not agrees(ours, theirs):
+
+        def recorded(dtype: torch.dtype) -> Recorded:
+            pool = PagePool(layers, pages_for(count) + 1, dtype, self.device)
+            pages = pool.take(pages_for(count))
+            slots, nothing = slots_of(pages, np.arange(count)), np.zeros((2, 0), np.int64)
+            return Recorded(prefill_attention(pool, [pages], slots, nothing, [query_blocks(0, 0, count, 0)]))
+
+        def truth() -> Tensor:
             self.fused = None
+            with sampling_mode(self.model), InFloat32():
+                return self.logits(tokens, positions, recorded(torch.float32), positions).float()
+
+        own = recorded(dtype)
+        with sampling_mode(self.model):
+            theirs = self.logits(tokens, positions, own, positions)
+            fused.settings, self.fused = own.settings, fused
+            ours = self.logits(tokens, positions, own.plan, positions)
+        wide = theirs.dtype == torch.float32 or not widens(self.model)
+        self.fused = fused if agrees(ours, theirs, truth=None if wide else truth) else None
 
 
 def draw_column(

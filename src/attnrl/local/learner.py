@@ -143,8 +143,8 @@ class Learner:
         if self.decoders:
             one = pack([_surprising(samples[rows[0]])], [0], self.device)
             gaps["fused kernels changed log-probs"] = self._gap(apart, want_N, fused=True)
-            decoder = self.decoders[id(self.model)]
-            gaps["fused kernels changed gradients"] = gradient_gap(self.hf, decoder, one, self.passes.temperature)
+            compared = self.hf, self.decoders[id(self.model)], one, self.passes.temperature
+            gaps["fused kernels changed gradients"] = gradient_gap(*compared, self._rounding())
         wrong = [what for what, gap in gaps.items() if not gap <= self._rounding()]  # also where it is not a number
         for what in wrong:
             message = f"{what} by {gaps[what]:.3f} on this device; updates go on without them"
