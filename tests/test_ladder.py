@@ -51,6 +51,7 @@ LADDER: list[tuple[str, str, dict[str, tuple[Any, Any]]]] = [
     # beyond the paper: another rule
     ("attnrl_residual_1p5b", "attnrl_1p5b", {"algo.rule": ("fci_residual", "fci")}),
     ("attnrl_random_1p5b", "attnrl_1p5b", {"algo.rule": ("random_steps", "fci")}),
+    ("attnrl_entropy_1p5b", "attnrl_1p5b", {"algo.rule": ("step_entropy", "fci")}),
     # Table 3: TreeRL, TreeRL one step off-policy
     ("treerl_1p5b", "treerl_1p5b_off_policy", PIPELINE),
     # TreeRL's own form
@@ -83,6 +84,9 @@ LADDER: list[tuple[str, str, dict[str, tuple[Any, Any]]]] = [
         "p_attnrl",
         {"algo.rule": ("surprisal", "fci"), "algo.delta": (4, 1), **ADAPTIVE, **PIPELINE},
     ),
+    ("p_treerl", "p_atb", {"algo.rule": ("surprisal", "fci"), "algo.delta": (4, 1)}),
+    ("p_treerl", "p_ratio", {"algo.rule": ("surprisal", "fci_ratio"), "algo.delta": (4, 1)}),
+    ("p_treerl", "p_random", {"algo.rule": ("surprisal", "random_steps")}),
     # testbed S: the ablations, and the rule alone replaced on the tree of TreeRL
     ("s_treerl", "s_treerl_off_policy", PIPELINE),
     ("s_no_filter", "s_attnrl", {"algo.filter": ("all", "attention")}),
