@@ -10,9 +10,10 @@ whose row is in docs/results/NAME.jsonl is done and never run again, on any mach
 interrupted goes on from its run directory. A stage takes its presets and seeds from the queue file, and may fix its
 `workers`: "alone" has one, so that seconds are those of a machine that runs nothing else. Stage "sweep" runs all rates;
 the rate of a preset in other stages is the one with the best mean accuracy over the sweep's seeds, unless the stage
-names `rates` of its own. A queue file with a table `warmup` (flags of `attnrl warmup`) makes its base model where there
-is none yet, unless docs/results/bases/NAME holds the one of its rows. A cell that fails is named at the end and left to
-the next command. Where the code is a copy without its history, ATTNRL_COMMIT says which commit it is.
+names `rates` of its own or, as `rate_of`, the preset whose rate it takes. A queue file with a table `warmup` (flags of
+`attnrl warmup`) makes its base model where there is none yet, unless docs/results/bases/NAME holds the one of its rows.
+A cell that fails is named at the end and left to the next command. Where the code is a copy without its history,
+ATTNRL_COMMIT says which commit it is.
 """
 
 from __future__ import annotations
@@ -108,7 +109,10 @@ class Queue:
 
     def rates_of(self, stage: str, preset: str, rows: list[dict[str, Any]]) -> Sequence[float]:
         """Learning rates that a stage runs a preset with: all in the sweep, its own, or the sweep's best."""
-        return self.rates if stage == "sweep" else self.stages[stage].get("rates") or (best_rate(rows, preset),)
+        if stage == "sweep":
+            return self.rates
+        wanted = self.stages[stage]
+        return wanted.get("rates") or (best_rate(rows, wanted.get("rate_of", preset)),)
 
 
 def read_queue(path: Path) -> Queue:
@@ -204,12 +208,13 @@ def result(cell: Cell, run_dir: Path) -> dict[str, Any]:
 
 
 def held_out(metrics: dict[str, float]) -> dict[str, float]:
-    """Benchmark -> accuracy, of an iteration that measured it.
+    """Benchmark -> accuracy, of an iteration that measured it; without their average.
 
-    >>> held_out({"eval/svamp/pass@1": 0.25, "eval/svamp/pass@1_low": 0.2, "iteration": 1.0})
+    >>> held_out({"eval/svamp/pass@1": 0.25, "eval/average/pass@1": 0.25, "eval/svamp/pass@1_low": 0.2})
     {'svamp': 0.25}
     """
-    return {found[1]: value for key, value in metrics.items() if (found := HELD_OUT.fullmatch(key))}
+    found = {match[1]: value for key, value in metrics.items() if (match := HELD_OUT.fullmatch(key))}
+    return {name: value for name, value in found.items() if name != "average"}
 
 
 def _short(value: float | None) -> float | None:

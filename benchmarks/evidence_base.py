@@ -8,7 +8,10 @@
       --algo.prompts 32 --run.iterations 2 --run.save_rollouts_every 1 --evaluation.every 0
     python benchmarks/evidence_base.py problems runs/problems docs/results/s_problems.parquet
 
-For pair: runs/pair, 256 problems of at most 340 tokens, forks pair, operations 8,11 and routine 2,6.
+For pair: runs/pair, 256 problems of at most 340 tokens, forks pair, operations 8,11 and routine 2,6. For M: runs/m, 768
+of at most 520, operations 4,4 and routine 26,28. The trained tail and M are runs of `attnrl train s_oracle` from their
+bases with the overrides of their queues (seed 200; rate 1e-4 and 3.6M tokens, 5e-5 and 6M), with `--model.path` such a
+run and six and eight iterations of 32 prompts (seed 201) in the third command.
 `python benchmarks/evidence.py tables` makes tables and figures of the kept files.
 """
 
@@ -35,6 +38,9 @@ TESTBEDS = {
     "long": "long",
     "late": "late",
     "tail": "tail",
+    "tailtrained": "tail, trained",
+    "m": "M",
+    "mtrained": "M, trained",
     "demo": "the demo",
     "trained": "the demo, trained",
 }
@@ -117,16 +123,17 @@ def problem_cells(found: dict[str, list[Case]]) -> Cells:
     apart, by testbed.
     """
     head = ["prompts", "without signal", "with", "mean FCI without", "with", "difference"]
-    cells = [["testbed", *head, "AUC of low FCI", "AUC of few steps", "AUC of trunk accuracy"]]
+    cells = [["testbed", *head, "AUC of low FCI", "at equal steps", "AUC of few steps", "AUC of trunk accuracy"]]
     for name, cases in found.items():
         for scope in ("all", "easy"):
             kept = [c for c in cases if not c.dropped and (scope == "all" or c.accuracy == 1.0)]
             none = sum(not c.signal for c in kept)
-            row = [scope, str(none), str(len(kept) - none), *["-"] * 6]
+            row = [scope, str(none), str(len(kept) - none), *["-"] * 7]
             if told := separation(kept, scope):
                 row[3:6] = f"{told.mean_without:.4f}", f"{told.mean_others:.4f}", apart(told)
                 scores = (lambda c: -c.fci, lambda c: -c.steps, lambda c: abs(c.accuracy - 0.5))
-                row[6:] = [ranked(kept, score) for score in scores]
+                fci, steps, accuracy = (ranked(kept, score) for score in scores)
+                row[6:] = [fci, ranked(kept, scores[0], by=lambda c: round(c.steps)), steps, accuracy]
             cells.append([TESTBEDS.get(name, name), *row])
     return cells
 
@@ -135,12 +142,37 @@ def apart(told: Separation) -> str:
     return f"{told.difference:+.4f} ({told.low:+.4f} to {told.high:+.4f})"
 
 
-def ranked(cases: Sequence[Case], score: Callable[[Case], float], resamples: int = 2000) -> str:
-    """The chance that a prompt without signal has the higher score, with its 95 % interval over prompts."""
+def ranked(
+    cases: Sequence[Case],
+    score: Callable[[Case], float],
+    by: Callable[[Case], int] | None = None,
+    resamples: int = 2000,
+) -> str:
+    """The chance that a prompt without signal has the higher score, with its 95 % interval over prompts: of any two, or
+    of two alike in `by`.
+    """
     scores, none = np.array([score(c) for c in cases]), np.array([not c.signal for c in cases])
+    groups = np.array([by(c) if by else 0 for c in cases])
     chosen = np.random.default_rng(0).integers(len(cases), size=(resamples, len(cases)))
-    drawn = [auc(scores[i], none[i]) for i in chosen if 0 < none[i].sum() < len(i)]
-    return "{:.2f} ({:.2f} to {:.2f})".format(auc(scores, none), *np.quantile(drawn, [0.025, 0.975]))
+    drawn = [found for i in chosen if np.isfinite(found := auc_within(scores[i], none[i], groups[i]))]
+    if not drawn:
+        return "-"
+    return "{:.2f} ({:.2f} to {:.2f})".format(auc_within(scores, none, groups), *np.quantile(drawn, [0.025, 0.975]))
+
+
+def auc_within(scores: np.ndarray, positive: np.ndarray, groups: np.ndarray) -> float:
+    """The area under the curve over the pairs of a group; nan without a pair.
+
+    >>> auc_within(np.array([1.0, 2.0, 9.0, 8.0]), np.array([False, True, False, True]), np.array([0, 0, 1, 1]))
+    0.5
+    """
+    won = pairs = 0.0
+    for group in np.unique(groups):
+        own = groups == group
+        count = float(positive[own].sum() * (~positive[own]).sum())
+        if count:
+            won, pairs = won + count * auc(scores[own], positive[own]), pairs + count
+    return won / pairs if pairs else float("nan")
 
 
 def node_cells(found: dict[str, dict[str, Any]]) -> Cells:

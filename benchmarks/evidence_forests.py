@@ -63,7 +63,8 @@ def summary(trees: Sequence[RecordedTree]) -> dict[str, float]:
     """Means over the branched trees.
 
     first_steps    share of trees whose branch points are the second and third step
-    at, after      share of branch points inside a decisive step, and after the last one; the rest is "before"
+    at, after      share of branch points inside a decisive step, and after the last one; the rest is "before"; none of
+                   the three where no tree has one
     split          share of branch points whose branches do not all end as the trunk does
     first, last    share of the response before the first and the last point
     decisive       share of the response before the first decisive step
@@ -77,7 +78,7 @@ def summary(trees: Sequence[RecordedTree]) -> dict[str, float]:
         placed = [place(t, p) for t, p in spots if t.decisive]
         found |= {
             "first_steps": float(np.mean([sorted(set(t.points)) == list(t.starts[1:3]) for t in branched])),
-            **{name: float(np.mean([p == name for p in placed])) for name in ("before", "at", "after")},
+            **({n: float(np.mean([p == n for p in placed])) for n in ("before", "at", "after")} if placed else {}),
             "split": float(np.mean([splits(t, p) for t, p in spots])),
             "first": float(np.mean([min(t.points) / t.tokens for t in branched])),
             "last": float(np.mean([max(t.points) / t.tokens for t in branched])),
@@ -85,11 +86,10 @@ def summary(trees: Sequence[RecordedTree]) -> dict[str, float]:
     known = [t.starts[t.decisive[0]] / t.tokens for t in trees if t.decisive]
     if known:
         found["decisive"] = float(np.mean(known))
-    scored = [t for t in trees if t.fci and np.isfinite(t.fci).all() and len(t.fci) > 6 and np.ptp(t.fci) > 0]
+    known_fci = [np.trim_zeros(t.fci[1:], "b") for t in trees if t.fci and np.isfinite(t.fci).all()]
+    scored = [fci for fci in known_fci if len(fci) > 1]  # the last delta steps have none
     if scored:
-        found["position_correlation"] = float(
-            np.mean([rank_correlation(t.fci[1:-4], range(len(t.fci) - 5)) for t in scored])
-        )
+        found["position_correlation"] = float(np.mean([rank_correlation(fci, range(len(fci))) for fci in scored]))
         found |= filter_auc(trees)
     return found
 
@@ -131,7 +131,7 @@ def filter_auc(trees: Sequence[RecordedTree]) -> dict[str, float]:
     for tree in trees:
         prompts.setdefault(tree.uid, []).append(tree)
     easy = [own for own in prompts.values() if all(t.reward > 0.5 for t in own) and any(t.points for t in own)]
-    means = np.array([np.mean([np.mean(t.fci[1:]) for t in own]) for own in easy])
+    means = np.array([np.mean([np.mean(t.fci[1:] or 0.0) for t in own]) for own in easy])
     signal = np.array([any(r < 0.5 for t in own for r in t.rewards) for own in easy], dtype=bool)
     if not signal.any() or signal.all():
         return {"easy_prompts": float(len(easy))}

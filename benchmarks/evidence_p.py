@@ -4,9 +4,12 @@
     python benchmarks/evidence_p.py model FILE.gguf runs/smollm2          # of a GGUF file
     python benchmarks/evidence.py run benchmarks/evidence_p.toml
 
-Warm-up: GSM8K train and the problems of ASDiv whose formula is plain arithmetic, as steps with blank lines between them
-and the answer in a box. Training: three quarters of the MAWPS sets, ASDiv and GSM8K train. Held out: the other quarter
-of MAWPS, SVAMP and GSM8K test. A problem's side depends on its words alone, so copies of it in other sets go along.
+Warm-up: three quarters of GSM8K train and of the problems of ASDiv whose formula is plain arithmetic, as steps with
+blank lines between them and the answer in a box. Training: the other quarter of these and three quarters of the MAWPS
+sets. Held out: the other quarter of MAWPS, SVAMP and GSM8K test. A problem's side depends on its words without names
+and numbers (digits or words), so that copies with others go along. SVAMP was made of ASDiv and MAWPS, and these have
+problems in common, so what is near a held-out problem is left out of warm-up and training: what has a third of its
+phrases in common with held-out ones, holds a third of the phrases of one, or has nearly the same words as one.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import json
 import operator
 import os
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -28,6 +32,11 @@ from attnrl.types import content_hash
 MAWPS = ("singleop", "addsub", "multiarith", "singleeq")
 SIGNS = {ast.Add: ("+", operator.add), ast.Sub: ("-", operator.sub)}
 SIGNS |= {ast.Mult: ("*", operator.mul), ast.Div: ("/", operator.truediv)}
+ONES = "zero one two three four five six seven eight nine ten eleven twelve"
+TEENS = "thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million"
+NUMBERS = frozenset(f"{ONES} {TEENS} {TENS}".split())
+Phrase = tuple[str, ...]
 Row = dict[str, str]
 
 
@@ -102,9 +111,79 @@ def number(value: float | str) -> str:
     return f"{float(value):g}" if float(value) % 1 else str(int(float(value)))
 
 
-def held_out(problem: str) -> bool:
-    """One problem in four, by its words: spacing, case and punctuation do not count."""
-    return int(content_hash(re.sub(r"\W+", " ", problem.lower()).strip()), 16) % 4 == 0
+def words_of(problem: str) -> list[str]:
+    """The words of a problem that say what it asks: numbers and names (what has a capital) are left out.
+
+    >>> words_of("Ann has 1,005 plums and twenty-six figs. How many does Ann's mother have?")
+    ['has', 'plums', 'and', 'figs', 'many', 'does', 's', 'mother', 'have']
+    """
+    return [word for word in re.findall(r"[a-z]+", re.sub(r"\b[A-Z]\w*", "", problem)) if word not in NUMBERS]
+
+
+def fourth(problem: str) -> bool:
+    """One problem in four, by its words."""
+    return int(content_hash(" ".join(words_of(problem))), 16) % 4 == 0
+
+
+def phrases(problem: str, length: int = 6) -> set[Phrase]:
+    """Its runs of six words; all of its words where there are fewer."""
+    words = words_of(problem)
+    return {tuple(words[i : i + length]) for i in range(max(1, len(words) - length + 1))}
+
+
+def bags(problem: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The words of a problem without numbers, in no order: those that are no names, and all of them."""
+    return frozenset(words_of(problem)), frozenset(re.findall(r"[a-z]+", problem.lower())) - NUMBERS
+
+
+class Near:
+    """Tells which problems are near one of those given.
+
+    Near is what has a third of its phrases in common with them all, or holds a third of the phrases of one; or whose
+    words, with or without names, are as a set 0.6 similar to those of one: words in both by words in either.
+
+    >>> near = Near(["Al ate two of the 5 red plums today", "Six hens lay 4 eggs each a day, how many in a week?"])
+    >>> near("Bo ate nine of the red plums today and slept all day at home in the sun and in the evening had a bath")
+    True
+    >>> near("How many eggs in a week, if each day 9 hens lay two each?"), near("A hen lays 3 eggs a day.")
+    (True, False)
+    """
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.phrases: dict[Phrase, list[int]] = defaultdict(list)  # a phrase: the problems that have it
+        self.counts: list[int] = []  # a problem's phrases
+        self.bags: tuple[dict[str, list[frozenset[str]]], ...] = (defaultdict(list), defaultdict(list))
+        for place, problem in enumerate(problems):
+            own = phrases(problem)
+            self.counts.append(len(own))
+            for phrase in own:
+                self.phrases[phrase].append(place)
+            for index, bag in zip(self.bags, bags(problem), strict=True):
+                for word in bag:
+                    index[word].append(bag)
+
+    def __call__(self, problem: str) -> bool:
+        own = phrases(problem)
+        known = [self.phrases[phrase] for phrase in own if phrase in self.phrases]
+        held = Counter(place for places in known for place in places)
+        return (
+            3 * len(known) >= len(own)
+            or any(3 * count >= self.counts[place] for place, count in held.items())
+            or any(map(self.similar, self.bags, bags(problem)))
+        )
+
+    @staticmethod
+    def similar(index: dict[str, list[frozenset[str]]], bag: frozenset[str]) -> bool:
+        """Whether a bag is 0.6 similar to one of an index: then that has one of its rarest words as well."""
+        rarest = sorted(bag, key=lambda word: len(index.get(word, ())))[: 2 * len(bag) // 5 + 1]
+        sizes = range(3 * len(bag) // 5, 5 * len(bag) // 3 + 1)
+        others = {other for word in rarest for other in index.get(word, ()) if len(other) in sizes}
+        return any(8 * len(bag & other) >= 3 * (len(bag) + len(other)) for other in others)
+
+
+def once(rows: Iterable[Row]) -> list[Row]:
+    """The rows whose problem is not there yet: spacing, case and punctuation do not count."""
+    return list({re.sub(r"\W+", "", row["problem"].lower()): row for row in rows}.values())
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -112,30 +191,45 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, file)
 
 
-def make_data(source: Path) -> dict[str, list[Row]]:
-    """The files of the testbed, by name."""
-    mawps = {
-        row["input"]: number(row["target"]) for name in MAWPS for row in read(source / f"easy/mawps_{name}.jsonl.gz")
-    }
-    made: dict[str, list[Row]] = {"warmup": [], "train": [], "mawps": [], "svamp": [], "gsm8k": []}
-    for problem, answer in mawps.items():
-        made["mawps" if held_out(problem) else "train"].append({"problem": problem, "answer": answer})
+def worked_problems(source: Path) -> Iterator[Row]:
+    """Problems with a response in steps: of ASDiv, which begin with the question, and of GSM8K train."""
     for row in read(source / "easy/asdiv.jsonl.gz"):
-        problem, steps = f"{row['body']} {row['question']}", steps_of(row["formula"])
-        if steps and not held_out(problem):
+        if steps := steps_of(row["formula"]):
             answer = steps[-1].rpartition("= ")[2]
-            made["warmup"].append({"prompt": problem, "response": worked(steps, answer)})
-            made["train"].append({"problem": problem, "answer": answer})
+            response = worked([row["question"], *steps], answer)
+            yield {"problem": f"{row['body']} {row['question']}", "answer": answer, "response": response}
     for row in read(source / "train/gsm8k_train.jsonl.gz"):
         response, answer = gsm8k(row)
-        made["warmup"].append({"prompt": row["question"], "response": response})
-        made["train"].append({"problem": row["question"], "answer": answer})
-    for row in read(source / "easy/svamp.jsonl.gz"):
-        made["svamp"].append({"problem": f"{row['Body']} {row['Question']}", "answer": number(row["Answer"])})
-    made["gsm8k"] = [
-        {"problem": row["question"], "answer": gsm8k(row)[1]} for row in read(source / "eval/gsm8k_test.jsonl.gz")
+        yield {"problem": row["question"], "answer": answer, "response": response}
+
+
+def make_data(source: Path) -> dict[str, list[Row]]:
+    """The files of the testbed, by name."""
+    mawps = [
+        {"problem": row["input"], "answer": number(row["target"])}
+        for name in MAWPS
+        for row in read(source / f"easy/mawps_{name}.jsonl.gz")
     ]
-    return made
+    held_out = {
+        "mawps": once(row for row in mawps if fourth(row["problem"])),
+        "svamp": [
+            {"problem": f"{row['Body']} {row['Question']}", "answer": number(row["Answer"])}
+            for row in read(source / "easy/svamp.jsonl.gz")
+        ],
+        "gsm8k": [
+            {"problem": row["question"], "answer": gsm8k(row)[1]} for row in read(source / "eval/gsm8k_test.jsonl.gz")
+        ],
+    }
+    near = Near(row["problem"] for rows in held_out.values() for row in rows)
+    solved = [row for row in worked_problems(source) if not near(row["problem"])]
+    own = [row for row in mawps if not fourth(row["problem"]) and not near(row["problem"])]
+    own += [{"problem": row["problem"], "answer": row["answer"]} for row in solved if fourth(row["problem"])]
+    learned = [row for row in solved if not fourth(row["problem"])]
+    return {
+        "warmup": [{"prompt": row["problem"], "response": row["response"]} for row in learned],
+        "train": once(own),
+        **held_out,
+    }
 
 
 def convert(file: Path, output: Path) -> None:
@@ -145,9 +239,13 @@ def convert(file: Path, output: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    del model.config.quantization_config  # the weights are plain by now
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # the weights are plain by now
     model.hf_quantizer, model.is_quantized = None, False
     model.to(torch.bfloat16).save_pretrained(output)
+    # What ends a response, by the model: transformers 5.17 reads another token into the tokenizer.
+    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.clean_up_tokenization_spaces = False
     tokenizer.save_pretrained(output)
 
 

@@ -38,35 +38,46 @@ T95 = (
     2.101,
     2.093,
 )
-NAMES = {
-    "s_grpo": "GRPO",
-    "s_treerl": "TreeRL: tokens of highest surprisal",
-    "s_treerl_off_policy": "TreeRL, one step off-policy",
-    "s_atb": "FCI (TreeRL + ATB)",
-    "s_atb_top10": "FCI, top 10 % of steps",
-    "s_random": "random steps",
-    "s_first": "first steps",
-    "s_position": "position: FCI's mean places",
-    "s_residual": "FCI without its position null",
-    "s_ratio": "FCI over its position null",
-    "s_mean": "FCI per later step",
-    "s_entropy": "steps of highest entropy",
-    "s_oracle": "oracle: the decisive step",
-    "s_attnrl": "AttnRL",
-    "s_no_filter": "AttnRL without filter",
-    "s_no_expansion": "AttnRL without expansion",
-    "s_no_batch": "AttnRL without adaptive batch",
+NAMES = {  # of the presets s_NAME and p_NAME
+    "grpo": "GRPO",
+    "treerl": "TreeRL: tokens of highest surprisal",
+    "treerl_off_policy": "TreeRL, one step off-policy",
+    "atb": "FCI (TreeRL + ATB)",
+    "atb_top10": "FCI, top 10 % of steps",
+    "random": "random steps",
+    "first": "first steps",
+    "position": "position: FCI's mean places",
+    "residual": "FCI without its position null",
+    "ratio": "FCI over its position null",
+    "mean": "FCI per later step",
+    "entropy": "steps of highest entropy",
+    "oracle": "oracle: the decisive step",
+    "attnrl": "AttnRL",
+    "no_filter": "AttnRL without filter",
+    "no_expansion": "AttnRL without expansion",
+    "no_batch": "AttnRL without adaptive batch",
 }
 Rows = list[dict[str, Any]]
 
 
+def method(row: dict[str, Any]) -> str:
+    """What a row's preset runs, whatever its testbed.
+
+    >>> method({"cell": {"preset": "s_treerl_off_policy"}})
+    'treerl_off_policy'
+    """
+    return str(row["cell"]["preset"]).partition("_")[2]
+
+
 def by_preset(rows: Rows, stage: str) -> dict[str, dict[int, dict[str, Any]]]:
-    """preset -> seed -> row, in the order of NAMES; "ladder" is "main" with other presets on fewer seeds."""
-    stages = ("main", "ladder") if stage == "main" else (stage,)
+    """method -> seed -> row, in the order of NAMES; "ladder" and "rules" are "main" with other presets, the former on
+    fewer seeds.
+    """
+    stages = ("main", "ladder", "rules") if stage == "main" else (stage,)
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for preset in NAMES:
         cells = [(r["cell"], r) for r in rows if not r["cell"].get("knob")]
-        mine = [(cell, r) for cell, r in cells if cell["stage"] in stages and cell["preset"] == preset]
+        mine = [(cell, r) for cell, r in cells if cell["stage"] in stages and method(r) == preset]
         own = {cell["seed"]: r for cell, r in mine}
         if len(own) < len(mine):
             raise SystemExit(f"{preset}, stage {stage}: a seed has runs at several rates; keep those of one rate")
@@ -104,10 +115,12 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def at(row: dict[str, Any], name: str, value: float, column: str = "accuracy") -> float:
-    """The training accuracy (smoothed over five iterations) when a running total reached `value`."""
+    """The training accuracy (smoothed over five iterations) when a running total reached `value`; at the end of a run
+    that did not, be it by the last digit.
+    """
     totals = row["series"][name] if name == "tokens" else np.cumsum(row["series"][name])
     curve = np.array(row["series"][column], dtype=float)
-    place = int(np.searchsorted(totals, value))
+    place = min(int(np.searchsorted(totals, value)), len(curve) - 1)
     return float(np.nanmean(curve[max(0, place - 4) : place + 1]))
 
 
@@ -141,39 +154,56 @@ def main_table(rows: Rows) -> str:
     return table(lines)
 
 
+def benchmark_table(rows: Rows) -> str:
+    """Held-out accuracy on each benchmark, and the mean over benchmarks. Paper: Table 1."""
+    runs = by_preset(rows, "main")
+    every = [r for own in runs.values() for r in own.values() if r.get("benchmarks")]
+    names = list(dict.fromkeys(name for r in every for name in r["benchmarks"]))
+    lines = [["method", "seeds", *names, "mean"]]
+    if every:
+        before = [float(np.mean([r["benchmarks"][name][0] for r in every])) for name in names]
+        lines.append(["before", "", *(f"{100 * v:.1f}" for v in (*before, np.mean(before)))])
+    for preset, own in runs.items():
+        found = [r for r in own.values() if r.get("benchmarks")]
+        if found:
+            ends = [shown([r["benchmarks"][name][1] for r in found]) for name in names]
+            lines.append([NAMES[preset], str(len(found)), *ends, shown([r["after"] for r in found])])
+    return table(lines)
+
+
 PAIRS = (
-    ("s_oracle", "s_random"),
-    ("s_atb", "s_random"),
-    ("s_atb", "s_first"),
-    ("s_atb", "s_position"),
-    ("s_atb", "s_treerl"),
-    ("s_residual", "s_atb"),
-    ("s_ratio", "s_atb"),
-    ("s_ratio", "s_treerl"),
-    ("s_ratio", "s_entropy"),
-    ("s_oracle", "s_ratio"),
-    ("s_mean", "s_atb"),
-    ("s_entropy", "s_atb"),
-    ("s_entropy", "s_treerl"),
-    ("s_mean", "s_treerl"),
-    ("s_oracle", "s_entropy"),
-    ("s_random", "s_first"),
-    ("s_residual", "s_first"),
-    ("s_residual", "s_random"),
-    ("s_residual", "s_grpo"),
-    ("s_oracle", "s_atb"),
-    ("s_oracle", "s_first"),
-    ("s_oracle", "s_treerl"),
-    ("s_oracle", "s_grpo"),
-    ("s_random", "s_grpo"),
-    ("s_attnrl", "s_treerl"),
-    ("s_attnrl", "s_grpo"),
-    ("s_attnrl", "s_atb"),
-    ("s_attnrl", "s_no_filter"),
-    ("s_attnrl", "s_no_expansion"),
-    ("s_attnrl", "s_no_batch"),
-    ("s_treerl_off_policy", "s_treerl"),
-    ("s_treerl", "s_grpo"),
+    ("oracle", "random"),
+    ("atb", "random"),
+    ("atb", "first"),
+    ("atb", "position"),
+    ("atb", "treerl"),
+    ("residual", "atb"),
+    ("ratio", "atb"),
+    ("ratio", "treerl"),
+    ("ratio", "entropy"),
+    ("oracle", "ratio"),
+    ("mean", "atb"),
+    ("entropy", "atb"),
+    ("entropy", "treerl"),
+    ("mean", "treerl"),
+    ("oracle", "entropy"),
+    ("random", "first"),
+    ("residual", "first"),
+    ("residual", "random"),
+    ("residual", "grpo"),
+    ("oracle", "atb"),
+    ("oracle", "first"),
+    ("oracle", "treerl"),
+    ("oracle", "grpo"),
+    ("random", "grpo"),
+    ("attnrl", "treerl"),
+    ("attnrl", "grpo"),
+    ("attnrl", "atb"),
+    ("attnrl", "no_filter"),
+    ("attnrl", "no_expansion"),
+    ("attnrl", "no_batch"),
+    ("treerl_off_policy", "treerl"),
+    ("treerl", "grpo"),
 )
 
 
@@ -238,9 +268,9 @@ def knob_table(rows: Rows) -> str:
     """Held-out accuracy with one key changed, and its paired difference to the same method and seed of stage "main"."""
     main = by_preset(rows, "main")
     lines = [["method", "changed", "seeds", "held-out accuracy", "difference, points", "iterations"]]
-    cells = sorted({(r["cell"]["preset"], r["cell"]["knob"]) for r in rows if r["cell"].get("knob")})
+    cells = sorted({(method(r), r["cell"]["knob"]) for r in rows if r["cell"].get("knob")})
     for preset, knob in cells:
-        own = [r for r in rows if (r["cell"]["preset"], r["cell"].get("knob")) == (preset, knob)]
+        own = [r for r in rows if (method(r), r["cell"].get("knob")) == (preset, knob)]
         as_is = main.get(preset, {})
         gains = [r["after"] - as_is[r["cell"]["seed"]]["after"] for r in own if r["cell"]["seed"] in as_is]
         iterations = f"{np.mean([r['iterations'] for r in own]):.0f}"
@@ -258,17 +288,17 @@ def sweep_table(rows: Rows) -> str:
     rates = sorted({r["cell"]["rate"] for r in rows if r["cell"]["stage"] == "sweep"})
     lines = [["preset", *(f"{rate:g}" for rate in rates), "seeds"]]
     for preset in NAMES:
-        own = [r for r in rows if r["cell"]["stage"] == "sweep" and r["cell"]["preset"] == preset]
+        own = [r for r in rows if r["cell"]["stage"] == "sweep" and method(r) == preset]
         if own:
             cells = [[r["after"] for r in own if r["cell"]["rate"] == rate] for rate in rates]
             means = [100 * float(np.mean(c)) if c else np.nan for c in cells]
             best = int(np.nanargmax(means))
-            texts = [f"**{m:.1f}**" if i == best else f"{m:.1f}" for i, m in enumerate(means)]
+            texts = ["-" if np.isnan(m) else f"**{m:.1f}**" if i == best else f"{m:.1f}" for i, m in enumerate(means)]
             lines.append([NAMES[preset], *texts, str(max(len(c) for c in cells))])
     return table(lines)
 
 
-def cost_table(rows: Rows, goal: str = "s_treerl", window: int = 5) -> str:
+def cost_table(rows: Rows, goal: str = "treerl", window: int = 5) -> str:
     """In how many runs training accuracy, as a mean over `window` iterations, reaches where `goal`'s run of the same
     seed ends, and at what cost, mean over those that do. Paper: Table 3.
     """
@@ -280,7 +310,8 @@ def cost_table(rows: Rows, goal: str = "s_treerl", window: int = 5) -> str:
         for seed in seeds:
             wanted = running_mean(runs[goal][seed]["series"]["accuracy"], window)[-1]
             if len(places := np.flatnonzero(running_mean(own[seed]["series"]["accuracy"], window) >= wanted)):
-                n, series = int(places[0]) + window, own[seed]["series"]
+                series = own[seed]["series"]
+                n = int(places[0]) + min(window, len(series["accuracy"]))
                 spent = (sum(series[name][:n]) for name in ("updates", "seconds"))
                 reached.append((n, *spent, series["tokens"][n - 1]))
         if not seeds:
@@ -292,11 +323,12 @@ def cost_table(rows: Rows, goal: str = "s_treerl", window: int = 5) -> str:
 
 
 def running_mean(values: Sequence[float], window: int) -> np.ndarray:
-    """Means over `window` neighbours.
+    """Means over `window` neighbours, over all values where there are fewer.
 
-    >>> running_mean([1.0, 2.0, 6.0], 2).tolist()
-    [1.5, 4.0]
+    >>> running_mean([1.0, 2.0, 6.0], 2).tolist(), running_mean([1.0, 2.0, 6.0], 5).tolist()
+    ([1.5, 4.0], [3.0])
     """
+    window = min(window, len(values))
     return np.convolve(values, np.ones(window) / window, mode="valid")
 
 
@@ -313,12 +345,16 @@ PLACES = {
 
 
 def place_table(rows: Rows) -> str:
-    lines = [["rule", "trees", *PLACES]]
-    for preset, own in by_preset(rows, "main").items():
+    """Where the trees branch. Without a decisive step there is no place before, in or after it."""
+    runs = by_preset(rows, "main")
+    known = {key for own in runs.values() for r in own.values() for key in r["branching"]}
+    places = {name: key for name, key in PLACES.items() if key in known or not known}
+    lines = [["rule", "trees", *places]]
+    for preset, own in runs.items():
         found = [r["branching"] for r in own.values()]
         if not any(f.get("trees") for f in found):
             continue
-        cells = [[f[key] for f in found if key in f] for key in PLACES.values()]
+        cells = [[f[key] for f in found if key in f] for key in places.values()]
         trees = sum(f["trees"] for f in found)
         lines.append([NAMES[preset], f"{trees:,.0f}", *(f"{np.mean(c):.2f}" if c else "-" for c in cells)])
     return table(lines)
@@ -350,7 +386,7 @@ def auc_table(rows: Rows) -> str:
     lines = [["runs", "easy prompts", "of these with signal", "AUC of mean FCI"]]
     for preset, own in by_preset(rows, "main").items():
         found = [r["branching"] for r in own.values() if "filter_auc" in r["branching"]]
-        if found and preset in ("s_atb", "s_residual", "s_mean", "s_no_filter"):
+        if found and preset in ("atb", "residual", "mean", "no_filter"):
             easy, signal = (sum(f[k] for f in found) for k in ("easy_prompts", "easy_with_signal"))
             aucs = shown([f["filter_auc"] for f in found], 1.0, ".2f")
             lines.append([NAMES[preset], f"{easy:.0f}", f"{signal:.0f}", aucs])
@@ -423,6 +459,7 @@ def write_all(results: Path) -> None:
     made: dict[str, str] = {}
     makers: dict[str, Callable[[Rows], str]] = {
         "main": main_table,
+        "benchmarks": benchmark_table,
         "pairs": pair_table,
         "cost": cost_table,
         "sweep": sweep_table,
@@ -434,9 +471,11 @@ def write_all(results: Path) -> None:
     }
     for file in sorted(results.glob("*.jsonl")):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
+        if len(prefixes := {row["cell"]["preset"].partition("_")[0] for row in rows}) > 1:
+            raise SystemExit(f"{file}: rows of several testbeds: {sorted(prefixes)}")
         made |= {f"{file.stem} {name}": make(rows) for name, make in makers.items()}
         one = at_one_rate(rows)
-        made |= {f"{file.stem} {name} at one rate": makers[name](one) for name in ("main", "pairs") if one}
+        made |= {f"{file.stem} {name} at one rate": makers[name](one) for name in ("main", "pairs", "signal") if one}
         if f"/results_{file.stem}.svg" in page:
             curves(rows, FIGURES / f"results_{file.stem}.svg")
     for file in sorted(results.glob("*_values.json")):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -61,6 +62,8 @@ class TestQueue:
         assert queue.cells("sweep", []) == swept
         assert queue.cells("main", self.rows) == [Cell("main", p, seed, 0.2) for seed in (0, 1) for p in "ab"]
         assert queue.cells("main", self.rows, only=["b"]) == [Cell("main", "b", seed, 0.2) for seed in (0, 1)]
+        stages["rules"] = {"presets": ["c"], "seeds": [0], "rate_of": "a"}
+        assert queue.cells("rules", self.rows) == [Cell("rules", "c", 0, 0.2)]
         (fixed,) = queue.cells("fixed", [])
         assert queue.overrides(fixed) == {"algo.points": 3, "update.lr": 0.5, "run.seed": 0}
 
@@ -124,6 +127,13 @@ class TestForests:
             {"first_steps": 0, "before": 1 / 3, "at": 1 / 3, "after": 1 / 3, "split": 2 / 3, "first": 0.2, "last": 0.65}
         )
         assert found["decisive"] == 0.4
+
+    def test_without_a_decisive_step_nothing_is_said_of_its_place(self):
+        trees = [replace(self.tree, decisive=(), fci=(9.0, 2.0, 3.0, 1.0, 0.0)), replace(self.tree, fci=(4.0,))]
+        found = forests.summary([replace(t, decisive=()) for t in trees])
+        assert not {"before", "at", "after", "decisive"} & set(found)
+        assert found["position_correlation"] == pytest.approx(-0.5)  # of 2, 3, 1: the last step has no FCI
+        assert all(np.isfinite(value) for value in found.values())
 
     def test_ranks_correlation_and_auc_by_hand(self):
         assert forests.ranks(np.array([5.0, 1.0, 5.0, 9.0])).tolist() == [1.5, 0, 1.5, 3]
@@ -223,8 +233,16 @@ class TestBaseModels:
         cases = [base.Case(1, "a", 1.0, 0.0, False, False, 9.0), base.Case(1, "b", 3.0, 0.5, True, False, 7.0)]
         _, both, easy = base.problem_cells({"s": cases})
         assert both[:6] == ["S", "all", "1", "1", "1.0000", "3.0000"]
-        assert both[7:] == ["1.00 (1.00 to 1.00)", "0.00 (0.00 to 0.00)", "1.00 (1.00 to 1.00)"]  # "a" has more steps
-        assert easy == ["S", "easy", "0", "0", *["-"] * 6]
+        sure, never = "1.00 (1.00 to 1.00)", "0.00 (0.00 to 0.00)"
+        assert both[7:] == [sure, "-", never, sure]  # "a" has more steps: no two are alike in them
+        assert easy == ["S", "easy", "0", "0", *["-"] * 7]
+
+    def test_pairs_alike_in_steps(self):
+        """Low FCI tells the prompt without signal in three of four pairs, and in both of those alike in steps."""
+        found = ((5.0, False, 9.0), (6.0, True, 9.2), (1.0, False, 5.0), (2.0, True, 5.0))
+        cases = [base.Case(1, "q", fci, 0.5, signal, False, steps) for fci, signal, steps in found]
+        assert base.ranked(cases, lambda c: -c.fci).startswith("0.75")
+        assert base.ranked(cases, lambda c: -c.fci, by=lambda c: round(c.steps)).startswith("1.00")
 
     def test_what_is_kept_comes_back(self, tmp_path):
         trials = [Trial("q", 3, "matched", 2, 0.25, True, False, True)]
@@ -234,6 +252,37 @@ class TestBaseModels:
 
 
 class TestTables:
+    def test_a_column_for_each_benchmark(self):
+        def run(stage: str, preset: str, seed: int, **ends: list[float]) -> dict:
+            after = sum(end for _, end in ends.values()) / len(ends)
+            return row(stage, preset, seed, 0.1, after) | {"benchmarks": ends, "branching": {}}
+
+        rows = [
+            run("main", "p_grpo", 0, mawps=[0.4, 0.5], svamp=[0.2, 0.3]),
+            run("main", "p_grpo", 1, mawps=[0.5, 0.5], svamp=[0.3, 0.3]),
+            run("rules", "p_random", 0, mawps=[0.6, 0.75], svamp=[0.4, 0.5]),
+            run("sweep", "p_grpo", 100, mawps=[0.0, 0.0], svamp=[0.0, 0.0]),
+        ]
+        assert tables.benchmark_table(rows).splitlines() == [
+            "| method | seeds | mawps | svamp | mean |",
+            "|---|---|---|---|---|",
+            "| before |  | 50.0 | 30.0 | 40.0 |",
+            "| GRPO | 2 | 50.0 ± 0.0 | 30.0 ± 0.0 | 40.0 ± 0.0 |",
+            "| random steps | 1 | 75.0 | 50.0 | 62.5 |",
+        ]
+        assert tables.benchmark_table([row("main", "s_grpo", 0, 0.1, 0.5)]).count("\n") == 1
+
+    def test_a_total_above_the_last_by_a_digit_is_the_end(self):
+        series = {"tokens": [100.0, 200.0, 300.0], "accuracy": [0.1, 0.2, 0.9]}
+        ends = [tables.at({"series": series}, "tokens", value) for value in (300.0, 300.0 * (1 + 1e-15), 400.0)]
+        assert ends == pytest.approx([0.4] * 3)
+
+    def test_columns_of_a_decisive_step_where_there_is_one(self):
+        here = {"trees": 3.0, "first_steps": 1.0, "split": 0.5, "first": 0.2, "last": 0.4}
+        rows = [row("main", "p_atb", 0, 0.1, 0.5) | {"branching": here}]
+        assert "decisive" not in tables.place_table(rows)
+        assert "decisive" in tables.place_table([rows[0] | {"branching": here | {"before": 1.0, "at": 0.0}}])
+
     def test_cost_to_reach_the_end_of_another_run(self):
         def run(preset: str, seed: int, accuracy: list[float]) -> dict:
             steps = list(range(1, len(accuracy) + 1))
@@ -263,7 +312,7 @@ class TestTables:
             run("alone", "s_attnrl", 0.5, [0.2] * 3, 100.0, 4.0),
             run("alone", "s_grpo", 0.5, [0.2] * 3, 100.0, 2.0),
         ]
-        assert tables.pace(rows) == {"s_grpo": 0.02, "s_attnrl": 0.04}
+        assert tables.pace(rows) == {"grpo": 0.02, "attnrl": 0.04}
         # GRPO's 1,000 tokens take 20 s, in which AttnRL makes 500 tokens: its first five iterations, mean 0.2
         (pair,) = [line for line in tables.pair_table(rows).splitlines() if line.startswith("| AttnRL - GRPO")]
         assert pair == "| AttnRL - GRPO | 1 | +30.0 | +70.0 | +20.0 |"
@@ -294,7 +343,7 @@ class TestTables:
         line = tables.knob_table(rows).splitlines()[2]
         assert line.startswith("| AttnRL | `algo.points=4` | 3 | 70.0 ")
         assert "| +4.0 (" in line  # 5 and 3 points; seed 2 has nothing beside it
-        assert list(tables.by_preset(rows, "main")["s_attnrl"]) == [0, 1]
+        assert list(tables.by_preset(rows, "main")["attnrl"]) == [0, 1]
 
     def test_interval_and_paired_difference_by_hand(self):
         mean, half = tables.spread([1.0, 2.0, 3.0])
@@ -314,6 +363,17 @@ class TestTables:
         assert (tmp_path / "docs/results.md").read_text() == page
 
 
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety", "hundred", "thousand")
+ONES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+TEENS = ("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
+
+
+def tokens(text: str) -> list[str]:
+    """The words of a problem, names among them, without numbers; shares no code with what made the split."""
+    words = "".join(char if char.isalpha() else " " for char in text.lower()).split()
+    return [word for word in words if word not in (*ONES, *TEENS, *TENS)]
+
+
 class TestGradeSchool:
     def test_formulas_become_steps_and_wrong_ones_do_not(self):
         assert evidence_p.steps_of("42+26+31=99") == ["42 + 26 = 68", "68 + 31 = 99"]
@@ -322,18 +382,36 @@ class TestGradeSchool:
         for formula in ("10/3=3", "1/3*3=1", "17/10=1 r7", "GCD(14,7)=7", "9=9", "1/0=1", "((2=2"):
             assert evidence_p.steps_of(formula) is None, formula
 
-    def test_sides_go_by_words_alone(self, real_data):
+    def test_no_held_out_problem_is_near_one_learned_from(self, real_data):
         made = evidence_p.make_data(real_data)
         assert {name: len(rows) for name, rows in made.items()} == {
-            "warmup": 8622,
-            "train": 10108,
-            "mawps": 495,
+            "warmup": 6459,
+            "train": 3124,
+            "mawps": 484,
             "svamp": 1000,
             "gsm8k": 1319,
         }
-        words = {n: {" ".join(re.findall(r"\w+", r["problem"].lower())) for r in made[n]} for n in ("train", "mawps")}
-        assert not words["train"] & words["mawps"]
+        texts = {name: [row.get("problem") or row["prompt"] for row in rows] for name, rows in made.items()}
+        for name in ("warmup", "train"):
+            assert len({" ".join(re.findall(r"\w+", text.lower())) for text in texts[name]}) == len(texts[name])
+        learned = [tokens(text) for name in ("warmup", "train") for text in texts[name]]
+        held_out = [tokens(text) for name in ("mawps", "svamp", "gsm8k") for text in texts[name]]
+        assert not {tuple(sorted(words)) for words in learned} & {tuple(sorted(words)) for words in held_out}
+        common = {word for words in learned for word in words} & {word for words in held_out for word in words}
+        columns = {word: i for i, word in enumerate(sorted(common))}
+
+        def incidence(problems: list[list[str]]) -> np.ndarray:
+            found = np.zeros((len(problems), len(columns)), np.float32)
+            for line, words in zip(found, problems, strict=True):
+                line[[columns[word] for word in words if word in columns]] = 1
+            return found
+
+        both = incidence(held_out) @ incidence(learned).T
+        sizes = [np.array([len(set(words)) for words in problems]) for problems in (held_out, learned)]
+        either = sizes[0][:, None] + sizes[1] - both
+        assert 0.5 < (both / either).max() < 0.7  # words in both by words in either: 0.6 is where they are left out
         assert {r["response"].count("\\boxed{") for r in made["warmup"]} == {1}
+        assert min(r["response"].count("\n\n") for r in made["warmup"]) == 2  # a step between the first and the answer
 
 
 QUEUE = """
@@ -419,7 +497,9 @@ def test_every_cell_of_every_queue_is_a_config_whose_parts_fit(file):
     from attnrl.launch.parts import check_parts
 
     queue = evidence.read_queue(file)
-    cells = [c for stage, wanted in queue.stages.items() for c in queue.cells(stage, _swept(wanted["presets"]))]
+    cells = []
+    for stage, wanted in queue.stages.items():
+        cells += queue.cells(stage, _swept([*wanted["presets"], wanted.get("rate_of", "")]))
     assert len(cells) == len(set(cells)) > 10
     for cell in {(c.stage, c.preset): c for c in cells}.values():
         config = load_config(cell.preset, queue.overrides(cell))
