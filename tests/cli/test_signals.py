@@ -157,16 +157,27 @@ def test_a_run_stopped_by_a_signal_keeps_its_iteration_and_goes_on_by_itself(
 SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 
 
+MARKING_REWARD = """
+import pathlib
+
+def marking(attempts):
+    pathlib.Path("asked").touch()
+    return [float(len(attempt.response) % 2) for attempt in attempts]
+"""
+
+
 @SIGNALS
 def test_a_second_signal_ends_a_run_at_once_and_a_model_of_a_run_starts_another(
     start: Callable[..., Command], tmp_path: Path, number: Any, code: int
 ) -> None:
-    run, other = tmp_path / "run", tmp_path / "other"
+    folder, run, other = (tmp_path / name for name in ("outputs", "run", "other"))
     assert start("train", "demo", "--run-dir", str(run), *TINY.split(), "--run.iterations", "1").end() == 0
-    # from the run's newest checkpoint; iterations long enough that two signals fall into one
-    long = [*TINY.split(), "--model.path", str(run), "--algo.prompts", "16", "--algo.group", "6"]
-    command = start("train", "demo", "--run-dir", str(other), *long)
-    command.wait_for(lambda: recorded(other))
+    (folder / "marking_reward.py").write_text(MARKING_REWARD)
+    # from the run's newest checkpoint; an iteration of more than a minute, whose beginning the two signals meet
+    long = "--algo.prompts 48 --algo.group 40 --reward marking_reward:marking"
+    words = ["--run-dir", str(other), *TINY.split(), "--model.path", str(run), *long.split()]
+    command = start("train", "demo", *words)
+    command.wait_for((folder / "asked").exists)  # responses come in, most are still to be drawn
     config = json.loads((other / "config.json").read_text())
     assert config["model"]["path"] == str(run / "checkpoints/000001/model")
     command.send(number)
@@ -174,7 +185,7 @@ def test_a_second_signal_ends_a_run_at_once_and_a_model_of_a_run_starts_another(
     command.send(number)
     assert command.end() == code, command.output
     command.check_nothing_is_left()
-    assert checkpoints(other) == [], "the iteration was abandoned, not finished"
+    assert (recorded(other), checkpoints(other)) == ([], []), "the iteration was abandoned, not finished"
     assert "stopped after iteration" not in command.output
     assert "stopped; the same command with --resume goes on" in command.output
 
