@@ -11,7 +11,7 @@ interrupted goes on from its run directory. A stage takes its presets and seeds 
 `workers`: "alone" has one, so that seconds are those of a machine that runs nothing else. Stage "sweep" runs all rates;
 the rate of a preset in other stages is the one with the best mean accuracy over the sweep's seeds, unless the stage
 names `rates` of its own or, as `rate_of`, the preset whose rate it takes. A queue file with a table `warmup` (flags of
-`attnrl warmup`) makes its base model where there is none yet, unless docs/results/bases/NAME holds the one of its rows.
+`attnrl warmup`) makes its base model where there is none yet, unless docs/results/bases holds one of that name.
 A cell that fails is named at the end and left to the next command. Where the code is a copy without its history,
 ATTNRL_COMMIT says which commit it is.
 """
@@ -160,10 +160,10 @@ def words(flags: dict[str, Any]) -> list[str]:
 
 
 def warm_up(queue: Queue) -> None:
-    """Makes the queue's base model, if it says how and there is none yet, or copies that of its rows."""
+    """Makes the queue's base model, if it says how and there is none yet, or copies the one that is kept."""
     if not queue.warmup or (Path(queue.warmup["output"]) / "config.json").exists():
         return
-    if (kept := BASES / queue.name).exists():
+    if (kept := BASES / Path(queue.warmup["output"]).name).exists():
         shutil.copytree(kept, queue.warmup["output"])
     else:
         print(f"warm-up of {queue.warmup['output']}", flush=True)

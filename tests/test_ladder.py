@@ -89,6 +89,7 @@ LADDER: list[tuple[str, str, dict[str, tuple[Any, Any]]]] = [
     ("p_treerl", "p_random", {"algo.rule": ("surprisal", "random_steps")}),
     # testbed S: the ablations, and the rule alone replaced on the tree of TreeRL
     ("s_treerl", "s_treerl_off_policy", PIPELINE),
+    ("s_attnrl_entropy", "s_attnrl", {"algo.rule": ("step_entropy", "fci")}),
     ("s_no_filter", "s_attnrl", {"algo.filter": ("all", "attention")}),
     ("s_no_expansion", "s_attnrl", {"algo.budget": ("all", "difficulty")}),
     ("s_no_batch", "s_attnrl", {"algo.adaptive_batch": (False, True)}),
