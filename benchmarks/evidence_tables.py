@@ -14,94 +14,15 @@ from typing import Any
 import numpy as np
 
 from evidence_base import base_cells, base_figures
+from evidence_figures import curves, gains
+from evidence_rows import NAMES, Rows, at, at_one_rate, by_preset, method, spread
 
 PAGE = Path("docs/results.md")
 FIGURES = Path("docs/figures")
-T95 = (
-    12.71,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-    2.120,
-    2.110,
-    2.101,
-    2.093,
-)
-NAMES = {  # of the presets s_NAME and p_NAME
-    "grpo": "GRPO",
-    "treerl": "TreeRL: tokens of highest surprisal",
-    "treerl_off_policy": "TreeRL, one step off-policy",
-    "atb": "FCI (TreeRL + ATB)",
-    "atb_top10": "FCI, top 10 % of steps",
-    "random": "random steps",
-    "first": "first steps",
-    "position": "position: FCI's mean places",
-    "residual": "FCI without its position null",
-    "ratio": "FCI over its position null",
-    "mean": "FCI per later step",
-    "entropy": "steps of highest entropy",
-    "oracle": "oracle: the decisive step",
-    "attnrl": "AttnRL",
-    "attnrl_entropy": "AttnRL at the steps of highest entropy",
-    "no_filter": "AttnRL without filter",
-    "no_expansion": "AttnRL without expansion",
-    "no_batch": "AttnRL without adaptive batch",
+ONE_RATE = {  # testbeds whose methods all have runs at one rate that ruins none
+    "tail.jsonl": "tail: 1.1M weights",
+    "m.jsonl": "M: 20M weights",
 }
-Rows = list[dict[str, Any]]
-
-
-def method(row: dict[str, Any]) -> str:
-    """What a row's preset runs, whatever its testbed.
-
-    >>> method({"cell": {"preset": "s_treerl_off_policy"}})
-    'treerl_off_policy'
-    """
-    return str(row["cell"]["preset"]).partition("_")[2]
-
-
-def by_preset(rows: Rows, stage: str) -> dict[str, dict[int, dict[str, Any]]]:
-    """method -> seed -> row, in the order of NAMES; "ladder" and "rules" are "main" with other presets, the former on
-    fewer seeds.
-    """
-    stages = ("main", "ladder", "rules") if stage == "main" else (stage,)
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for preset in NAMES:
-        cells = [(r["cell"], r) for r in rows if not r["cell"].get("knob")]
-        mine = [(cell, r) for cell, r in cells if cell["stage"] in stages and method(r) == preset]
-        own = {cell["seed"]: r for cell, r in mine}
-        if len(own) < len(mine):
-            raise SystemExit(f"{preset}, stage {stage}: a seed has runs at several rates; keep those of one rate")
-        if own:
-            found[preset] = own
-    return found
-
-
-def at_one_rate(rows: Rows) -> Rows:
-    """The runs of stages "main" and "stable" at the latter's rate, as rows of "main", and those of "alone", which tell
-    speeds; none without stage "stable".
-    """
-    rates = {r["cell"]["rate"] for r in rows if r["cell"]["stage"] == "stable"}
-    of_rate = [r for r in rows if r["cell"]["rate"] in rates and r["cell"]["stage"] in ("main", "stable")]
-    alone = [r for r in rows if rates and r["cell"]["stage"] == "alone"]
-    return [r | {"cell": r["cell"] | {"stage": "main"}} for r in of_rate] + alone
-
-
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half of its 95 % interval over seeds, Student's t; nan for one seed."""
-    n = len(values)
-    half = T95[min(n - 2, len(T95) - 1)] * np.std(values, ddof=1) / np.sqrt(n) if n > 1 else np.nan
-    return float(np.mean(values)), float(half)
 
 
 def shown(values: Sequence[float], scale: float = 100.0, form: str = ".1f") -> str:
@@ -113,16 +34,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     head, *body = rows
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body])
-
-
-def at(row: dict[str, Any], name: str, value: float, column: str = "accuracy") -> float:
-    """The training accuracy (smoothed over five iterations) when a running total reached `value`; at the end of a run
-    that did not, be it by the last digit.
-    """
-    totals = row["series"][name] if name == "tokens" else np.cumsum(row["series"][name])
-    curve = np.array(row["series"][column], dtype=float)
-    place = min(int(np.searchsorted(totals, value)), len(curve) - 1)
-    return float(np.nanmean(curve[max(0, place - 4) : place + 1]))
 
 
 def main_table(rows: Rows) -> str:
@@ -423,36 +334,8 @@ def ceiling_table(worlds: dict[str, Any]) -> str:
     return table(lines)
 
 
-def curves(rows: Rows, path: Path) -> None:
-    """Training accuracy against generated tokens, and the held-out differences with their intervals."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "attnrl"
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(13, 4.6))
-    runs = by_preset(rows, "main")
-    budget = min(r["tokens"] for own in runs.values() for r in own.values())
-    grid = np.linspace(0.05, 1, 40) * budget
-    for preset, own in runs.items():
-        lines = np.array([[at(r, "tokens", x) for x in grid] for r in own.values()])
-        axes[0].plot(grid / 1e6, 100 * lines.mean(axis=0), label=NAMES[preset], linewidth=1.4)
-    axes[0].set_xlabel("generated tokens, millions", fontsize=9)
-    axes[0].set_title("training accuracy, mean over seeds, five iterations each", fontsize=10)
-    axes[0].legend(fontsize=7)
-    ends = {p: spread([100 * r["after"] for r in own.values()]) for p, own in runs.items()}
-    order = sorted(ends, key=lambda p: ends[p][0])
-    axes[1].errorbar(
-        [ends[p][0] for p in order], range(len(order)), xerr=[ends[p][1] for p in order], fmt="o", capsize=3
-    )
-    axes[1].set_yticks(range(len(order)), [NAMES[p] for p in order], fontsize=8)
-    axes[1].set_title("held-out accuracy at equal tokens, 95 % over seeds", fontsize=10)
-    for axis in axes:
-        axis.grid(alpha=0.25)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+def read(file: Path) -> Rows:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def write_all(results: Path) -> None:
@@ -472,7 +355,7 @@ def write_all(results: Path) -> None:
         "auc": auc_table,
     }
     for file in sorted(results.glob("*.jsonl")):
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = read(file)
         if len(prefixes := {row["cell"]["preset"].partition("_")[0] for row in rows}) > 1:
             raise SystemExit(f"{file}: rows of several testbeds: {sorted(prefixes)}")
         made |= {f"{file.stem} {name}": make(rows) for name, make in makers.items()}
@@ -480,6 +363,7 @@ def write_all(results: Path) -> None:
         made |= {f"{file.stem} {name} at one rate": makers[name](one) for name in ("main", "pairs", "signal") if one}
         if f"/results_{file.stem}.svg" in page:
             curves(rows, FIGURES / f"results_{file.stem}.svg")
+    gains({title: at_one_rate(read(results / name)) for name, title in ONE_RATE.items()}, FIGURES / "results_gains.svg")
     for file in sorted(results.glob("*_values.json")):
         tables = value_tables(json.loads(file.read_text()))
         made |= {f"{file.stem} {name}": text for name, text in tables.items()}

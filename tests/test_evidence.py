@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import evidence  # noqa: E402
 import evidence_base as base  # noqa: E402
+import evidence_figures as figures  # noqa: E402
 import evidence_forests as forests  # noqa: E402
 import evidence_p  # noqa: E402
 import evidence_tables as tables  # noqa: E402
@@ -351,14 +352,22 @@ class TestTables:
         assert tables.signed([0.01, 0.02, 0.03]) == "+2.0 (-0.5 to +4.5)"
         assert tables.shown([0.5]) == "50.0"
 
+    def test_gains_are_over_the_seeds_that_both_have(self):
+        ends = {"s_grpo": (0.5, 0.6, 0.4), "s_oracle": (0.51, 0.62), "s_atb": (0.4,)}
+        rows = [row("main", preset, seed, 0.1, after) for preset, own in ends.items() for seed, after in enumerate(own)]
+        found = figures.differences([*rows, row("sweep", "s_oracle", 2, 0.1, 0.9)], "grpo")
+        assert found["oracle"] == pytest.approx((1.5, 12.71 * 0.5))  # 1 and 2 points
+        assert found["atb"] == pytest.approx((-10.0, np.nan), nan_ok=True)
+        assert list(found) == ["atb", "oracle"]
+
     def test_the_page_on_record_is_what_the_rows_say(self, tmp_path, monkeypatch):
         page = (ROOT / "docs/results.md").read_text()
         assert page.count("<!-- table ") == page.count("<!-- end -->") > 5
         (tmp_path / "docs").mkdir()
         (tmp_path / "docs/results.md").write_text(page)
         monkeypatch.chdir(tmp_path)
-        for figures in ("curves", "base_figures"):  # they need matplotlib
-            monkeypatch.setattr(tables, figures, lambda found, path: None)
+        for drawn in ("curves", "gains", "base_figures"):  # they need matplotlib
+            monkeypatch.setattr(tables, drawn, lambda found, path: None)
         tables.write_all(ROOT / "docs/results")
         assert (tmp_path / "docs/results.md").read_text() == page
 

@@ -1,0 +1,88 @@
+"""Figures of docs/results.md over the rows of docs/results/*.jsonl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evidence_rows import NAMES, Rows, at, by_preset, spread
+
+COLOURS = {"other": "#1f77b4", "attnrl": "#d95f02", "oracle": "#777777"}
+
+
+def curves(rows: Rows, path: Path) -> None:
+    """Training accuracy against generated tokens, and the held-out differences with their intervals."""
+    pyplot = drawing()
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 4.6))
+    runs = by_preset(rows, "main")
+    budget = min(r["tokens"] for own in runs.values() for r in own.values())
+    grid = np.linspace(0.05, 1, 40) * budget
+    for preset, own in runs.items():
+        lines = np.array([[at(r, "tokens", x) for x in grid] for r in own.values()])
+        axes[0].plot(grid / 1e6, 100 * lines.mean(axis=0), label=NAMES[preset], linewidth=1.4)
+    axes[0].set_xlabel("generated tokens, millions", fontsize=9)
+    axes[0].set_title("training accuracy, mean over seeds, five iterations each", fontsize=10)
+    axes[0].legend(fontsize=7)
+    ends = {p: spread([100 * r["after"] for r in own.values()]) for p, own in runs.items()}
+    order = sorted(ends, key=lambda p: ends[p][0])
+    axes[1].errorbar(
+        [ends[p][0] for p in order], range(len(order)), xerr=[ends[p][1] for p in order], fmt="o", capsize=3
+    )
+    axes[1].set_yticks(range(len(order)), [NAMES[p] for p in order], fontsize=8)
+    axes[1].set_title("held-out accuracy at equal tokens, 95 % over seeds", fontsize=10)
+    for axis in axes:
+        axis.grid(alpha=0.25)
+    save(figure, path)
+
+
+def gains(testbeds: dict[str, Rows], path: Path, to: str = "grpo") -> None:
+    """Each method's held-out difference to `to` over the seeds both have, a panel for each testbed."""
+    found = {title: differences(rows, to) for title, rows in testbeds.items()}
+    first, *_ = found.values()
+    order = sorted(first, key=lambda name: first[name][0])
+    figure, axes = drawing().subplots(1, len(found), figsize=(11, 4.8), sharey=True)
+    for axis, (title, own) in zip(np.atleast_1d(axes), found.items(), strict=True):
+        for place, name in enumerate(order):
+            if name in own:
+                mean, half = own[name]
+                axis.errorbar([mean], [place], xerr=[half], fmt="o", capsize=3, color=COLOURS[kind(name)])
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set_yticks(range(len(order)), [NAMES[name] for name in order], fontsize=8)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel(f"points of held-out accuracy over {NAMES[to]}, 95 % over seeds", fontsize=9)
+        axis.grid(alpha=0.25)
+    save(figure, path)
+
+
+def differences(rows: Rows, to: str) -> dict[str, tuple[float, float]]:
+    """method -> mean and half of the 95 % interval of its paired differences to another, in points."""
+    runs = by_preset(rows, "main")
+    base = {seed: row["after"] for seed, row in runs.pop(to).items()}
+    return {
+        name: spread([100 * (row["after"] - base[seed]) for seed, row in own.items() if seed in base])
+        for name, own in runs.items()
+    }
+
+
+def kind(name: str) -> str:
+    """What a point's colour says: AttnRL and its parts, the oracle, or a rule on the tree of TreeRL."""
+    return "attnrl" if name.startswith(("attnrl", "no_")) else "oracle" if name == "oracle" else "other"
+
+
+def drawing() -> Any:
+    """pyplot, set so that the same rows give the same file."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "attnrl"
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
