@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -7,6 +8,9 @@ from hypothesis import settings
 
 settings.register_profile("attnrl", deadline=None)  # a busy machine is no fault of the code
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "attnrl"))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what a test starts would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests/fakes.py
 
