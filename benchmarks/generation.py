@@ -12,6 +12,8 @@ profile  kernels of one decode step
 vllm     the calls of `work` by vLLM, where it is installed, dummy weights, prefix caching on; give it before `work`
 work     tokens/s of whole calls in a fresh sampler each: prefill and capture included, compiling not; against vLLM's in
          this run, or in another one
+trained  the last call of `work` by a trained model (--trained DIR), beside the same shape with random weights: whether
+         the fused forward is taken, and what is said where it is not
 mixed    1,024 requests of mixed length, 512 at a time: speed against equal lengths, pages held against tokens alive;
          lengths as those of the real transcripts (`iteration.py`), scaled to the limit
 A section that fails is reported with its error, and the others still run.
@@ -25,12 +27,13 @@ import json
 import tempfile
 import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Rollout, Sampling, as_ids
@@ -86,7 +89,7 @@ class Bench:
     """The sections, over one model."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.device, self.tiny = args.device, args.tiny
+        self.device, self.tiny, self.folder = args.device, args.tiny, args.trained
         self.cuda = args.device == "cuda"
         self.paged = {"paged": True} if not self.cuda else {}
         self.only = [int(i) for i in args.work.split(",")] if args.work else range(len(WORK))
@@ -95,6 +98,7 @@ class Bench:
         self.vocabulary = self.shape["vocab_size"]
         self.rng = np.random.default_rng(0)
         self.models: dict[str, Any] = {}
+        self.compiled: set[str] = set()  # of the models
         self.rival: dict[int, float] = {}  # tokens/s of vLLM in this run, by row of the table
 
     def model(self, name: str = "1.5B") -> Any:
@@ -253,35 +257,57 @@ class Bench:
         for i in self.only:
             name, count, context, new, shared = WORK[i]
             size = "135M" if name.startswith("135M") else "1.5B"
-            if size not in self.models:
-                self.compile(size)
             model = self.model(size)
-            sampler = Sampler(model, stop_ids=[], rows=count, **self.paged)
-            requests = self.requests(count, context, new, shared, model.config.vocab_size)
-            self.wait()
-            begin = time.perf_counter()
-            sampler.generate(requests, Sampling(), version=0)
-            self.wait()
-            took = time.perf_counter() - begin
-            stats = sampler.stats
-            line = {"work": name, "s": round(took, 3), "tok_s": round(stats.drawn_tokens / took)}
-            requests = self.requests(count, context, new, shared, model.config.vocab_size)
-            begin = time.perf_counter()
-            sampler.generate(requests, Sampling(), version=0)
-            self.wait()
-            line["again_tok_s"] = round(stats.drawn_tokens / (time.perf_counter() - begin))
+            if size not in self.compiled:
+                self.compile(model)
+                self.compiled.add(size)
+            line, stats = self.timed(model, count, context, new, shared)
             rival = self.rival.get(i, VLLM[i])
             line |= {"over_vllm": round(line["tok_s"] / rival, 2), "again_over": round(line["again_tok_s"] / rival, 2)}
-            line["one_run"] = i in self.rival
+            line = {"work": name, **line, "one_run": i in self.rival}
             print(line, round(stats.prefill_seconds, 2), flush=True)
             out.append(line | {"stats": stats.as_dict()})
-            sampler.close()
-            self.free()
         return out
 
-    def compile(self, size: str) -> None:
+    def timed(self, model: Any, count: int, context: int, new: int, shared: int) -> tuple[dict[str, Any], Any]:
+        """Seconds and tokens/s of the first and the second call of a fresh sampler, and its record of the latter."""
+        sampler = Sampler(model, stop_ids=[], rows=count, **self.paged)
+        took, speeds = [], []
+        for _ in range(2):
+            requests = self.requests(count, context, new, shared, model.config.vocab_size)
+            self.wait()
+            begin = time.perf_counter()
+            sampler.generate(requests, Sampling(), version=0)
+            self.wait()
+            took.append(time.perf_counter() - begin)
+            speeds.append(round(sampler.stats.drawn_tokens / took[-1]))
+        line = {"s": round(took[0], 3), "tok_s": speeds[0], "again_tok_s": speeds[1]}
+        sampler.close()
+        self.free()
+        return line, sampler.stats
+
+    def trained(self) -> dict[str, Any]:
+        if self.folder is None:
+            raise ValueError("--trained names the folder of the model")
+        config = AutoConfig.from_pretrained(self.folder)
+        _, *work = WORK[-1]
+        found: dict[str, Any] = {}
+        for name in ("trained", "random"):
+            self.models.clear()
+            self.free()
+            torch.manual_seed(0)
+            made = AutoModelForCausalLM.from_pretrained if name == "trained" else AutoModelForCausalLM.from_config
+            model = made(self.folder if name == "trained" else config, dtype=torch.bfloat16).to(self.device).eval()
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                self.compile(model)
+                line, stats = self.timed(model, *work)
+            found[name] = line | {"fused": stats.fused, "said": sorted({str(w.message) for w in said})}
+            print(name, found[name], flush=True)
+        return found
+
+    def compile(self, model: Any) -> None:
         """Runs every kernel once, over few tokens: Triton compiles at the first use on a machine."""
-        model = self.model(size)
         sampler = Sampler(model, stop_ids=[], rows=64, **self.paged)
         for count, context, shared in ((10, 64, 0), (10, 640, 600), (30, 64, 0), (60, 64, 0)):
             rows = contexts(count, context, shared, model.config.vocab_size, self.rng)
@@ -291,7 +317,7 @@ class Bench:
     def mixed(self) -> dict[str, Any]:
         """Lengths drawn like long-tailed responses, scaled so that the longest reach the limit."""
         limit, count = 8192 // self.scale, 1024 // self.scale
-        self.compile("1.5B")
+        self.compile(self.model())
         drawn = self.rng.lognormal(np.log(MEAN * limit) - SIGMA**2 / 2, SIGMA, count)
         drawn = np.clip(drawn, 64 // self.scale, limit).astype(int)
         rows = contexts(count, 128 // self.scale, 0, self.vocabulary, self.rng)
@@ -327,6 +353,7 @@ def main() -> None:
     parser.add_argument("--work", default="", help="rows of the table, by number; all without it")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--trained", help="folder or hub name of the model of section `trained`")
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
     bench = Bench(args)
