@@ -9,7 +9,11 @@ import numpy as np
 
 from evidence_rows import NAMES, Rows, at, by_preset, spread
 
-COLOURS = {"other": "#1f77b4", "attnrl": "#d95f02", "oracle": "#777777"}
+COLOURS = {  # what a method is -> of its points
+    "on the tree of TreeRL": "#1f77b4",
+    "AttnRL, or without a part": "#d95f02",
+    "told the decisive step": "#777777",
+}
 
 
 def curves(rows: Rows, path: Path) -> None:
@@ -42,15 +46,18 @@ def gains(testbeds: dict[str, Rows], path: Path, to: str = "grpo") -> None:
     found = {title: differences(rows, to) for title, rows in testbeds.items()}
     first, *_ = found.values()
     order = sorted(first, key=lambda name: first[name][0])
-    figure, axes = drawing().subplots(1, len(found), figsize=(11, 4.8), sharey=True)
+    figure, axes = drawing().subplots(1, len(found), figsize=(11, 4.8), sharex=True, sharey=True)
     for axis, (title, own) in zip(np.atleast_1d(axes), found.items(), strict=True):
         for place, name in enumerate(order):
             if name in own:
                 mean, half = own[name]
-                axis.errorbar([mean], [place], xerr=[half], fmt="o", capsize=3, color=COLOURS[kind(name)])
+                what = kind(name)
+                axis.errorbar([mean], [place], xerr=[half], fmt="o", capsize=3, color=COLOURS[what], label=what)
         axis.axvline(0, color="black", linewidth=0.8)
         axis.set_yticks(range(len(order)), [NAMES[name] for name in order], fontsize=8)
         axis.set_title(title, fontsize=10)
+        labelled = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        axis.legend(labelled.values(), labelled.keys(), fontsize=8, loc="lower right")
         axis.set_xlabel(f"points of held-out accuracy over {NAMES[to]}, 95 % over seeds", fontsize=9)
         axis.grid(alpha=0.25)
     save(figure, path)
@@ -67,8 +74,9 @@ def differences(rows: Rows, to: str) -> dict[str, tuple[float, float]]:
 
 
 def kind(name: str) -> str:
-    """What a point's colour says: AttnRL and its parts, the oracle, or a rule on the tree of TreeRL."""
-    return "attnrl" if name.startswith(("attnrl", "no_")) else "oracle" if name == "oracle" else "other"
+    """What a method is, of COLOURS."""
+    tree, attnrl, told = COLOURS
+    return attnrl if name.startswith(("attnrl", "no_")) else told if name == "oracle" else tree
 
 
 def drawing() -> Any:

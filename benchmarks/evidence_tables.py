@@ -20,8 +20,8 @@ from evidence_rows import NAMES, Rows, at, at_one_rate, by_preset, method, sprea
 PAGE = Path("docs/results.md")
 FIGURES = Path("docs/figures")
 ONE_RATE = {  # testbeds whose methods all have runs at one rate that ruins none
-    "tail.jsonl": "tail: 1.1M weights",
-    "m.jsonl": "M: 20M weights",
+    "tail.jsonl": "tail: 1.1M weights, rate 1e-4",
+    "m.jsonl": "M: 20M weights, rate 2.5e-5",
 }
 
 

@@ -182,6 +182,11 @@ def test_printed_config_reads_back_as_the_same_config(
 
 def test_presets_are_listed_with_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["presets"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(presets())
-    assert all(len(line.split()) > 3 for line in lines)
+    said = capsys.readouterr().out
+    first, last = (part.splitlines() for part in said.split("\n\nExperiments of docs/results.md:\n"))
+    names = [[line.split()[0] for line in part] for part in (first, last)]
+    assert sorted(names[0] + names[1]) == list(presets())
+    assert names == [sorted(part) for part in names]
+    assert all(len(line.split()) > 3 for line in (*first, *last))
+    assert {name.partition("_")[0] for name in names[1]} == {"s", "p"}
+    assert not {"s_attnrl", "p_grpo"} & set(names[0])

@@ -1,8 +1,9 @@
 """attnrl presets
 
 Lists the presets that come with attnrl, one line each: the paper's runs, its
-ablations, rival methods, and demos for small machines. They are what `attnrl
-train` and `attnrl config` take.
+ablations, rival methods, and demos for small machines; then those of the
+experiments of docs/results.md, whose models benchmarks/evidence.py makes. They
+are what `attnrl train` and `attnrl config` take.
 
 Examples:
   attnrl presets
@@ -19,4 +20,7 @@ def main(argv: list[str]) -> None:
     read_flags(Section, argv, str(__doc__))
     known = presets()
     width = max(map(len, known))
-    show("\n".join(f"{name:<{width}}  {about}" for name, about in known.items()))
+    lines = {name: f"{name:<{width}}  {about}" for name, about in known.items()}
+    testbeds = [line for name, line in lines.items() if known[name].startswith("Testbed")]
+    others = [line for line in lines.values() if line not in testbeds]
+    show("\n".join([*others, "", "Experiments of docs/results.md:", *testbeds]))

@@ -124,6 +124,11 @@ def main(argv: list[str]) -> None:
     write_verdicts(output, rows, verdicts)
     console = Console()
     for where in without_gold:
-        console.print(f"{where}: the gold is null; not graded", style="yellow", highlight=False, soft_wrap=True)
+        console.print(
+            f"{where}: the gold is null; an error, neither right nor wrong",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(summary(verdicts, seconds))
     console.print(f"verdicts in {output}", highlight=False, soft_wrap=True)
