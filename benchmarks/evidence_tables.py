@@ -295,6 +295,21 @@ def signal_table(rows: Rows) -> str:
     return table(lines)
 
 
+def branch_table(testbeds: dict[str, Rows]) -> str:
+    """The share of prompts whose branches have both outcomes, by the paper's rule and by surprisal, paired by seed and
+    over the iterations that both runs have. Paper: Fig. 6.
+    """
+    lines = [["testbed", "seeds", "surprisal", "FCI", "FCI - surprisal, points"]]
+    for name, rows in testbeds.items():
+        runs = by_preset(rows, "main")
+        seeds = sorted(set(runs["treerl"]) & set(runs["atb"]))
+        pairs = [[runs[m][seed]["series"]["branches_valid"] for m in ("treerl", "atb")] for seed in seeds]
+        theirs, ours = np.array([[np.mean(v[: min(map(len, pair))]) for v in pair] for pair in pairs]).T
+        gain = signed(list(ours - theirs))
+        lines.append([name, str(len(seeds)), f"{np.mean(theirs):.3f}", f"{np.mean(ours):.3f}", gain])
+    return table(lines)
+
+
 def auc_table(rows: Rows) -> str:
     lines = [["runs", "easy prompts", "of these with signal", "AUC of mean FCI"]]
     for preset, own in by_preset(rows, "main").items():
@@ -363,6 +378,8 @@ def write_all(results: Path) -> None:
         made |= {f"{file.stem} {name} at one rate": makers[name](one) for name in ("main", "pairs", "signal") if one}
         if f"/results_{file.stem}.svg" in page:
             curves(rows, FIGURES / f"results_{file.stem}.svg")
+    kept = {name: read(results / f"{name}.jsonl") for name in ("s", "late", "ripe", "tail", "m")}
+    made["branches"] = branch_table({{"s": "S", "m": "M"}.get(n, n): at_one_rate(r) or r for n, r in kept.items()})
     gains({title: at_one_rate(read(results / name)) for name, title in ONE_RATE.items()}, FIGURES / "results_gains.svg")
     for file in sorted(results.glob("*_values.json")):
         tables = value_tables(json.loads(file.read_text()))

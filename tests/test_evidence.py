@@ -360,6 +360,16 @@ class TestTables:
         assert found["atb"] == pytest.approx((-10.0, np.nan), nan_ok=True)
         assert list(found) == ["atb", "oracle"]
 
+    def test_branches_with_signal_are_compared_over_the_iterations_that_both_have(self):
+        shares = {"s_treerl": ([0.5, 0.7, 0.1], [0.8]), "s_atb": ([0.7, 0.9], [0.9, 0.2])}
+        rows = [
+            row("main", preset, seed, 0.1, 0.5) | {"series": {"branches_valid": valid}}
+            for preset, own in shares.items()
+            for seed, valid in enumerate(own)
+        ]
+        line = tables.branch_table({"S": rows}).splitlines()[2]
+        assert line.startswith("| S | 2 | 0.700 | 0.850 | +15.0 (")  # 0.6, 0.8 and 0.8, 0.9: 20 and 10 points
+
     def test_the_page_on_record_is_what_the_rows_say(self, tmp_path, monkeypatch):
         page = (ROOT / "docs/results.md").read_text()
         assert page.count("<!-- table ") == page.count("<!-- end -->") > 5
