@@ -145,6 +145,20 @@ def pair_table(rows: Rows) -> str:
     return table(lines)
 
 
+def against_table(rows: Rows, others: Rows, methods: Sequence[str]) -> str:
+    """Held-out differences of a queue's methods to those of another queue with the same base, tasks and rate, paired by
+    seed.
+    """
+    runs, known = by_preset(rows, "main"), by_preset(others, "main")
+    lines = [["difference, points", "seeds", "held-out, equal tokens"]]
+    for a, own in runs.items():
+        for b in methods:
+            seeds = sorted(set(own) & set(known[b]))
+            gain = signed([own[seed]["after"] - known[b][seed]["after"] for seed in seeds])
+            lines.append([f"{NAMES[a]} - {NAMES[b]} of the other queue", str(len(seeds)), gain])
+    return table(lines)
+
+
 def ending(row: dict[str, Any], iterations: int, window: int = 5) -> float:
     """Mean training accuracy of the last few of a run's first `iterations`."""
     return float(np.mean(row["series"]["accuracy"][max(0, iterations - window) : iterations]))
@@ -379,6 +393,8 @@ def write_all(results: Path) -> None:
         if f"/results_{file.stem}.svg" in page:
             curves(rows, FIGURES / f"results_{file.stem}.svg")
     kept = {name: read(results / f"{name}.jsonl") for name in ("s", "late", "ripe", "tail", "m")}
+    rivals = ("attnrl", "treerl", "entropy", "grpo")
+    made["whole against tail"] = against_table(read(results / "whole.jsonl"), at_one_rate(kept["tail"]), rivals)
     made["branches"] = branch_table({{"s": "S", "m": "M"}.get(n, n): at_one_rate(r) or r for n, r in kept.items()})
     gains({title: at_one_rate(read(results / name)) for name, title in ONE_RATE.items()}, FIGURES / "results_gains.svg")
     for file in sorted(results.glob("*_values.json")):

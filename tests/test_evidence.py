@@ -360,6 +360,17 @@ class TestTables:
         assert found["atb"] == pytest.approx((-10.0, np.nan), nan_ok=True)
         assert list(found) == ["atb", "oracle"]
 
+    def test_two_queues_are_compared_seed_by_seed(self):
+        ends = {"s_attnrl": (0.5, 0.6, 0.9), "s_treerl": (0.4,)}
+        others = [
+            row("main", preset, seed, 0.1, after) for preset, own in ends.items() for seed, after in enumerate(own)
+        ]
+        rows = [row("main", "s_attnrl_entropy", seed, 0.1, after) for seed, after in ((0, 0.51), (1, 0.63))]
+        lines = tables.against_table(rows, others, ("attnrl", "treerl")).splitlines()[2:]
+        name = "AttnRL at the steps of highest entropy"
+        assert lines[0].startswith(f"| {name} - AttnRL of the other queue | 2 | +2.0 (")  # 1 and 3 points
+        assert lines[1].endswith("| 1 | +11.0 |")
+
     def test_branches_with_signal_are_compared_over_the_iterations_that_both_have(self):
         shares = {"s_treerl": ([0.5, 0.7, 0.1], [0.8]), "s_atb": ([0.7, 0.9], [0.9, 0.2])}
         rows = [
