@@ -11,7 +11,8 @@ interrupted goes on from its run directory. A stage takes its presets and seeds 
 `workers`: "alone" has one, so that seconds are those of a machine that runs nothing else. Stage "sweep" runs all rates;
 the rate of a preset in other stages is the one with the best mean accuracy over the sweep's seeds, unless the stage
 names `rates` of its own or, as `rate_of`, the preset whose rate it takes. A queue file with a table `warmup` (flags of
-`attnrl warmup`) makes its base model where there is none yet, unless docs/results/bases holds one of that name.
+`attnrl warmup`) makes its base model where there is none yet, or copies the one of that folder's name in
+docs/results/bases.
 A cell that fails is named at the end and left to the next command. Where the code is a copy without its history,
 ATTNRL_COMMIT says which commit it is.
 """
