@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from evidence_rows import NAMES, Rows, at, by_preset, spread
+from evidence_rows import NAMES, Rows, at, by_preset, paired, spread
 
 COLOURS = {  # what a method is -> of its points
     "on the tree of TreeRL": "#1f77b4",
@@ -66,11 +66,8 @@ def gains(testbeds: dict[str, Rows], path: Path, to: str = "grpo") -> None:
 def differences(rows: Rows, to: str) -> dict[str, tuple[float, float]]:
     """method -> mean and half of the 95 % interval of its paired differences to another, in points."""
     runs = by_preset(rows, "main")
-    base = {seed: row["after"] for seed, row in runs.pop(to).items()}
-    return {
-        name: spread([100 * (row["after"] - base[seed]) for seed, row in own.items() if seed in base])
-        for name, own in runs.items()
-    }
+    base = runs.pop(to)
+    return {name: spread([100 * gain for gain in paired(own, base)]) for name, own in runs.items()}
 
 
 def kind(name: str) -> str:

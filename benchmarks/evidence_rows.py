@@ -30,6 +30,7 @@ NAMES = {  # of the presets s_NAME and p_NAME
     "no_batch": "AttnRL without adaptive batch",
 }
 Rows = list[dict[str, Any]]
+Runs = dict[int, dict[str, Any]]  # of a method, by seed
 
 
 def method(row: dict[str, Any]) -> str:
@@ -41,12 +42,12 @@ def method(row: dict[str, Any]) -> str:
     return str(row["cell"]["preset"]).partition("_")[2]
 
 
-def by_preset(rows: Rows, stage: str) -> dict[str, dict[int, dict[str, Any]]]:
+def by_preset(rows: Rows, stage: str) -> dict[str, Runs]:
     """method -> seed -> row, in the order of NAMES; "ladder" and "rules" are "main" with other presets, the former on
     fewer seeds.
     """
     stages = ("main", "ladder", "rules") if stage == "main" else (stage,)
-    found: dict[str, dict[int, dict[str, Any]]] = {}
+    found: dict[str, Runs] = {}
     for preset in NAMES:
         cells = [(r["cell"], r) for r in rows if not r["cell"].get("knob")]
         mine = [(cell, r) for cell, r in cells if cell["stage"] in stages and method(r) == preset]
@@ -83,3 +84,8 @@ def at(row: dict[str, Any], name: str, value: float, column: str = "accuracy") -
     curve = np.array(row["series"][column], dtype=float)
     place = min(int(np.searchsorted(totals, value)), len(curve) - 1)
     return float(np.nanmean(curve[max(0, place - 4) : place + 1]))
+
+
+def paired(own: Runs, other: Runs) -> list[float]:
+    """Differences of held-out accuracy over the seeds that both have."""
+    return [row["after"] - other[seed]["after"] for seed, row in sorted(own.items()) if seed in other]

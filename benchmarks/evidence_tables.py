@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ import numpy as np
 
 from evidence_base import base_cells, base_figures
 from evidence_figures import curves, gains
-from evidence_rows import NAMES, Rows, at, at_one_rate, by_preset, method, spread
+from evidence_rows import NAMES, Rows, Runs, at, at_one_rate, by_preset, method, paired, spread
 
 PAGE = Path("docs/results.md")
 FIGURES = Path("docs/figures")
 ONE_RATE = {  # testbeds whose methods all have runs at one rate that ruins none
-    "tail.jsonl": "tail: 1.1M weights, rate 1e-4",
-    "m.jsonl": "M: 20M weights, rate 2.5e-5",
+    "tail": "tail: 1.1M weights, rate 1e-4",
+    "m": "M: 20M weights, rate 2.5e-5",
 }
 
 
@@ -132,9 +133,7 @@ def pair_table(rows: Rows) -> str:
         if not seeds:
             continue
         pairs = [(runs[a][seed], runs[b][seed]) for seed in seeds]
-        iterations = [min(x["iterations"], y["iterations"]) for x, y in pairs]
-        equal = [ending(x, n) - ending(y, n) for (x, y), n in zip(pairs, iterations, strict=True)]
-        cells = [signed([x["after"] - y["after"] for x, y in pairs]), signed(equal)]
+        cells = [signed(paired(runs[a], runs[b])), signed(at_equal_iterations(runs[a], runs[b]))]
         if a in paces and b in paces:
             seconds = [min(x["tokens"] * paces[a], y["tokens"] * paces[b]) for x, y in pairs]
             timed = zip(pairs, seconds, strict=True)
@@ -153,9 +152,35 @@ def against_table(rows: Rows, others: Rows, methods: Sequence[str]) -> str:
     lines = [["difference, points", "seeds", "held-out, equal tokens"]]
     for a, own in runs.items():
         for b in methods:
-            seeds = sorted(set(own) & set(known[b]))
-            gain = signed([own[seed]["after"] - known[b][seed]["after"] for seed in seeds])
-            lines.append([f"{NAMES[a]} - {NAMES[b]} of the other queue", str(len(seeds)), gain])
+            found = paired(own, known[b])
+            lines.append([f"{NAMES[a]} - {NAMES[b]} of the other queue", str(len(found)), signed(found)])
+    return table(lines)
+
+
+def at_equal_iterations(own: Runs, other: Runs) -> list[float]:
+    """Differences of training accuracy at the end of the iterations that both runs of a seed have."""
+    pairs = [(row, other[seed]) for seed, row in sorted(own.items()) if seed in other]
+    counts = [min(x["iterations"], y["iterations"]) for x, y in pairs]
+    return [ending(x, n) - ending(y, n) for (x, y), n in zip(pairs, counts, strict=True)]
+
+
+def iteration_table(testbeds: dict[str, Rows]) -> str:
+    """Whether accuracy goes with the logarithm of the iterations over all methods, and how many of all their pairs are
+    told apart at equal iterations.
+    """
+    heads = ["points a doubling", "farthest from the line", "pairs", "told apart at equal iterations", "by chance"]
+    lines = [["testbed", "methods", *heads]]
+    for name, rows in testbeds.items():
+        runs = by_preset(rows, "main")
+        x, y = ([np.mean([r[key] for r in own.values()]) for own in runs.values()] for key in ("iterations", "after"))
+        slope, start = np.polyfit(np.log2(x), 100 * np.array(y), 1)
+        off = 100 * np.array(y) - slope * np.log2(x) - start
+        place = int(np.argmax(np.abs(off)))
+        farthest = f"{off[place]:+.1f} ({NAMES[list(runs)[place]]})"
+        pairs = [spread(at_equal_iterations(runs[a], runs[b])) for a, b in combinations(runs, 2)]
+        apart = sum(abs(mean) > half for mean, half in pairs)
+        counts = [str(len(pairs)), str(apart), f"{0.05 * len(pairs):.0f}"]
+        lines.append([name, str(len(runs)), f"{slope:.1f}", farthest, *counts])
     return table(lines)
 
 
@@ -363,10 +388,6 @@ def ceiling_table(worlds: dict[str, Any]) -> str:
     return table(lines)
 
 
-def read(file: Path) -> Rows:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def write_all(results: Path) -> None:
     """Every table of the page and every figure, from the rows on record."""
     page = PAGE.read_text()
@@ -383,20 +404,23 @@ def write_all(results: Path) -> None:
         "signal": signal_table,
         "auc": auc_table,
     }
-    for file in sorted(results.glob("*.jsonl")):
-        rows = read(file)
+    files = sorted(results.glob("*.jsonl"))
+    kept = {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+    for stem, rows in kept.items():
         if len(prefixes := {row["cell"]["preset"].partition("_")[0] for row in rows}) > 1:
-            raise SystemExit(f"{file}: rows of several testbeds: {sorted(prefixes)}")
-        made |= {f"{file.stem} {name}": make(rows) for name, make in makers.items()}
+            raise SystemExit(f"{stem}: rows of several testbeds: {sorted(prefixes)}")
+        made |= {f"{stem} {name}": make(rows) for name, make in makers.items()}
         one = at_one_rate(rows)
-        made |= {f"{file.stem} {name} at one rate": makers[name](one) for name in ("main", "pairs", "signal") if one}
-        if f"/results_{file.stem}.svg" in page:
-            curves(rows, FIGURES / f"results_{file.stem}.svg")
-    kept = {name: read(results / f"{name}.jsonl") for name in ("s", "late", "ripe", "tail", "m")}
+        made |= {f"{stem} {name} at one rate": makers[name](one) for name in ("main", "pairs", "signal") if one}
+        if f"/results_{stem}.svg" in page:
+            curves(rows, FIGURES / f"results_{stem}.svg")
     rivals = ("attnrl", "treerl", "entropy", "grpo")
-    made["whole against tail"] = against_table(read(results / "whole.jsonl"), at_one_rate(kept["tail"]), rivals)
-    made["branches"] = branch_table({{"s": "S", "m": "M"}.get(n, n): at_one_rate(r) or r for n, r in kept.items()})
-    gains({title: at_one_rate(read(results / name)) for name, title in ONE_RATE.items()}, FIGURES / "results_gains.svg")
+    made["whole against tail"] = against_table(kept["whole"], at_one_rate(kept["tail"]), rivals)
+    both = {"S": "s", "late": "late", "ripe": "ripe", "tail": "tail", "M": "m"}  # they have surprisal and FCI
+    made["branches"] = branch_table({name: at_one_rate(kept[stem]) or kept[stem] for name, stem in both.items()})
+    one_rate = {title: at_one_rate(kept[stem]) for stem, title in ONE_RATE.items()}
+    made["iterations"] = iteration_table(one_rate)
+    gains(one_rate, FIGURES / "results_gains.svg")
     for file in sorted(results.glob("*_values.json")):
         tables = value_tables(json.loads(file.read_text()))
         made |= {f"{file.stem} {name}": text for name, text in tables.items()}

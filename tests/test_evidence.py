@@ -371,6 +371,22 @@ class TestTables:
         assert lines[0].startswith(f"| {name} - AttnRL of the other queue | 2 | +2.0 (")  # 1 and 3 points
         assert lines[1].endswith("| 1 | +11.0 |")
 
+    def test_iterations_and_what_is_left_without_them(self):
+        def run(preset: str, seed: int, iterations: int, after: float, end: float) -> dict:
+            series = {"accuracy": [end] * iterations}
+            return row("main", preset, seed, 0.1, after) | {"iterations": iterations, "series": series}
+
+        # 8, 16 and 32 iterations, 10 points a doubling; the middle one 3 points above the line of the other two
+        made = {"s_grpo": (8, 0.5, 0.4), "s_treerl": (16, 0.63, 0.4), "s_oracle": (32, 0.7, 0.5)}
+        rows = [
+            run(preset, seed, n, after, end + 0.001 * seed * (preset == "s_oracle"))
+            for preset, (n, after, end) in made.items()
+            for seed in (0, 1)
+        ]
+        line = tables.iteration_table({"T": rows}).splitlines()[2]
+        middle = "+2.0 (TreeRL: tokens of highest surprisal)"  # least squares: 2 above, the others 1 below
+        assert line == f"| T | 3 | 10.0 | {middle} | 3 | 2 | 0 |"  # the oracle's two; GRPO and TreeRL end alike
+
     def test_branches_with_signal_are_compared_over_the_iterations_that_both_have(self):
         shares = {"s_treerl": ([0.5, 0.7, 0.1], [0.8]), "s_atb": ([0.7, 0.9], [0.9, 0.2])}
         rows = [
