@@ -11,8 +11,8 @@ interrupted goes on from its run directory. A stage takes its presets and seeds 
 `workers`: "alone" has one, so that seconds are those of a machine that runs nothing else. Stage "sweep" runs all rates;
 the rate of a preset in other stages is the one with the best mean accuracy over the sweep's seeds, unless the stage
 names `rates` of its own or, as `rate_of`, the preset whose rate it takes. A queue file with a table `warmup` (flags of
-`attnrl warmup`) makes its base model where there is none yet, or copies the one of that folder's name in
-docs/results/bases.
+`attnrl warmup`), or several that build on each other, makes its base model where there is none yet, or copies the one
+of that folder's name in docs/results/bases.
 A cell that fails is named at the end and left to the next command. Where the code is a copy without its history,
 ATTNRL_COMMIT says which commit it is.
 """
@@ -81,13 +81,13 @@ class Cell:
 @dataclass(frozen=True, slots=True)
 class Queue:
     """A queue file: the rates of the sweep, for each stage its presets, seeds, overrides of config keys and, where it
-    must leave time for the next, its seconds; and the flags of the warm-up that makes the base model.
+    must leave time for the next, its seconds; and the flags of the warm-ups of which the last makes the base model.
     """
 
     name: str
     rates: tuple[float, ...]
     stages: dict[str, dict[str, Any]]
-    warmup: dict[str, Any] = field(default_factory=dict)
+    warmups: list[dict[str, Any]] = field(default_factory=list)
 
     def overrides(self, cell: Cell) -> dict[str, Any]:
         fixed: dict[str, Any] = self.stages[cell.stage].get("overrides", {})
@@ -120,7 +120,9 @@ def read_queue(path: Path) -> Queue:
     values = tomllib.loads(path.read_text())
     every = values.get("overrides", {})
     stages = {n: {**stage, "overrides": every | stage.get("overrides", {})} for n, stage in values["stages"].items()}
-    return Queue(values["name"], tuple(values["rates"]), stages, values.get("warmup", {}))
+    warmups = values.get("warmup", [])
+    warmups = [warmups] if isinstance(warmups, dict) else warmups
+    return Queue(values["name"], tuple(values["rates"]), stages, warmups)
 
 
 def read_rows(name: str) -> list[dict[str, Any]]:
@@ -162,13 +164,16 @@ def words(flags: dict[str, Any]) -> list[str]:
 
 def warm_up(queue: Queue) -> None:
     """Makes the queue's base model, if it says how and there is none yet, or copies the one that is kept."""
-    if not queue.warmup or (Path(queue.warmup["output"]) / "config.json").exists():
+    outputs = [Path(flags["output"]) for flags in queue.warmups]
+    if not outputs or (outputs[-1] / "config.json").exists():
         return
-    if (kept := BASES / Path(queue.warmup["output"]).name).exists():
-        shutil.copytree(kept, queue.warmup["output"])
-    else:
-        print(f"warm-up of {queue.warmup['output']}", flush=True)
-        subprocess.run([sys.executable, "-m", "attnrl", "warmup", *words(queue.warmup)], check=True)
+    if (kept := BASES / outputs[-1].name).exists():
+        shutil.copytree(kept, outputs[-1])
+        return
+    for flags, output in zip(queue.warmups, outputs, strict=True):
+        if not (output / "config.json").exists():
+            print(f"warm-up of {output}", flush=True)
+            subprocess.run([sys.executable, "-m", "attnrl", "warmup", *words(flags)], check=True)
 
 
 def train_cell(cell: Cell, overrides: dict[str, Any], run_dir: Path) -> None:

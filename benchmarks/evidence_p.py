@@ -6,10 +6,11 @@
 
 Warm-up: three quarters of GSM8K train and of the problems of ASDiv whose formula is plain arithmetic, as steps with
 blank lines between them and the answer in a box. Training: the other quarter of these and three quarters of the MAWPS
-sets. Held out: the other quarter of MAWPS, SVAMP and GSM8K test. A problem's side depends on its words without names
-and numbers (digits or words), so that copies with others go along. SVAMP was made of ASDiv and MAWPS, and these have
-problems in common, so what is near a held-out problem is left out of warm-up and training: what has a third of its
-phrases in common with held-out ones, holds a third of the phrases of one, or has nearly the same words as one.
+sets, less one problem in five ("dev"), by which rates are chosen. Held out: the other quarter of MAWPS, SVAMP and GSM8K
+test. A problem's side depends on its words without names and numbers (digits or words), so that copies with others go
+along. SVAMP was made of ASDiv and MAWPS, and these have problems in common, so what is near a held-out problem is left
+out of warm-up and training: what has a third of its phrases in common with held-out ones, holds a third of the phrases
+of one, or has nearly the same words as one.
 """
 
 from __future__ import annotations
@@ -125,6 +126,11 @@ def fourth(problem: str) -> bool:
     return int(content_hash(" ".join(words_of(problem))), 16) % 4 == 0
 
 
+def fifth(problem: str) -> bool:
+    """One problem in five, of either side of `fourth`, by its words."""
+    return int(content_hash(" ".join(words_of(problem))), 16) // 4 % 5 == 0
+
+
 def phrases(problem: str, length: int = 6) -> set[Phrase]:
     """Its runs of six words; all of its words where there are fewer."""
     words = words_of(problem)
@@ -224,10 +230,12 @@ def make_data(source: Path) -> dict[str, list[Row]]:
     solved = [row for row in worked_problems(source) if not near(row["problem"])]
     own = [row for row in mawps if not fourth(row["problem"]) and not near(row["problem"])]
     own += [{"problem": row["problem"], "answer": row["answer"]} for row in solved if fourth(row["problem"])]
+    own = once(own)
     learned = [row for row in solved if not fourth(row["problem"])]
     return {
         "warmup": [{"prompt": row["problem"], "response": row["response"]} for row in learned],
-        "train": once(own),
+        "train": [row for row in own if not fifth(row["problem"])],
+        "dev": [row for row in own if fifth(row["problem"])],
         **held_out,
     }
 

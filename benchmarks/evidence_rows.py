@@ -25,6 +25,7 @@ NAMES = {  # of the presets s_NAME and p_NAME
     "oracle": "oracle: the decisive step",
     "attnrl": "AttnRL",
     "attnrl_entropy": "AttnRL at the steps of highest entropy",
+    "attnrl_ratio": "AttnRL by FCI over its position null",
     "no_filter": "AttnRL without filter",
     "no_expansion": "AttnRL without expansion",
     "no_batch": "AttnRL without adaptive batch",
@@ -43,10 +44,10 @@ def method(row: dict[str, Any]) -> str:
 
 
 def by_preset(rows: Rows, stage: str) -> dict[str, Runs]:
-    """method -> seed -> row, in the order of NAMES; "ladder" and "rules" are "main" with other presets, the former on
-    fewer seeds.
+    """method -> seed -> row, in the order of NAMES; "ladder", "rules" and "pipeline" are "main" with other presets, on
+    fewer seeds or at another preset's rate.
     """
-    stages = ("main", "ladder", "rules") if stage == "main" else (stage,)
+    stages = ("main", "ladder", "rules", "pipeline") if stage == "main" else (stage,)
     found: dict[str, Runs] = {}
     for preset in NAMES:
         cells = [(r["cell"], r) for r in rows if not r["cell"].get("knob")]

@@ -432,15 +432,16 @@ class TestGradeSchool:
         made = evidence_p.make_data(real_data)
         assert {name: len(rows) for name, rows in made.items()} == {
             "warmup": 6459,
-            "train": 3124,
+            "train": 2466,
+            "dev": 658,
             "mawps": 484,
             "svamp": 1000,
             "gsm8k": 1319,
         }
         texts = {name: [row.get("problem") or row["prompt"] for row in rows] for name, rows in made.items()}
-        for name in ("warmup", "train"):
+        for name in ("warmup", "train", "dev"):
             assert len({" ".join(re.findall(r"\w+", text.lower())) for text in texts[name]}) == len(texts[name])
-        learned = [tokens(text) for name in ("warmup", "train") for text in texts[name]]
+        learned = [tokens(text) for name in ("warmup", "train", "dev") for text in texts[name]]
         held_out = [tokens(text) for name in ("mawps", "svamp", "gsm8k") for text in texts[name]]
         assert not {tuple(sorted(words)) for words in learned} & {tuple(sorted(words)) for words in held_out}
         common = {word for words in learned for word in words} & {word for words in held_out for word in words}
@@ -550,11 +551,13 @@ def test_every_cell_of_every_queue_is_a_config_whose_parts_fit(file):
     for cell in {(c.stage, c.preset): c for c in cells}.values():
         config = load_config(cell.preset, queue.overrides(cell))
         assert config.update.lr == cell.rate
-        assert config.model.path == queue.warmup["output"]
+        assert config.model.path == queue.warmups[-1]["output"]
         check_parts(config)
-    flags, _ = read_flags(WarmupFlags, evidence.words(queue.warmup), "", flat="training")
-    assert flags.training.tokens == queue.warmup["tokens"]
-    assert flags.task.forks == tuple(queue.warmup.get("task.forks", ()))
+    for before, asked in zip([{}, *queue.warmups], queue.warmups, strict=False):
+        flags, _ = read_flags(WarmupFlags, evidence.words(asked), "", flat="training")
+        assert flags.training.tokens == asked["tokens"]
+        assert flags.task.forks == tuple(asked.get("task.forks", ()))
+        assert not before or asked["model"] == before["output"]
 
 
 def _swept(presets: list[str]) -> list[dict]:

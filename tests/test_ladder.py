@@ -87,12 +87,21 @@ LADDER: list[tuple[str, str, dict[str, tuple[Any, Any]]]] = [
     ("p_treerl", "p_atb", {"algo.rule": ("surprisal", "fci"), "algo.delta": (4, 1)}),
     ("p_treerl", "p_ratio", {"algo.rule": ("surprisal", "fci_ratio"), "algo.delta": (4, 1)}),
     ("p_treerl", "p_random", {"algo.rule": ("surprisal", "random_steps")}),
-    # testbed S: the ablations, and the rule alone replaced on the tree of TreeRL
-    ("s_treerl", "s_treerl_off_policy", PIPELINE),
-    ("s_attnrl_entropy", "s_attnrl", {"algo.rule": ("step_entropy", "fci")}),
-    ("s_no_filter", "s_attnrl", {"algo.filter": ("all", "attention")}),
-    ("s_no_expansion", "s_attnrl", {"algo.budget": ("all", "difficulty")}),
-    ("s_no_batch", "s_attnrl", {"algo.adaptive_batch": (False, True)}),
+    ("p_treerl", "p_entropy", {"algo.rule": ("surprisal", "step_entropy")}),
+    # testbeds S and P: the ablations, and AttnRL with its rule alone replaced
+    *(
+        rung
+        for bed in ("s", "p")
+        for rung in (
+            (f"{bed}_treerl", f"{bed}_treerl_off_policy", PIPELINE),
+            (f"{bed}_attnrl_entropy", f"{bed}_attnrl", {"algo.rule": ("step_entropy", "fci")}),
+            (f"{bed}_no_filter", f"{bed}_attnrl", {"algo.filter": ("all", "attention")}),
+            (f"{bed}_no_expansion", f"{bed}_attnrl", {"algo.budget": ("all", "difficulty")}),
+            (f"{bed}_no_batch", f"{bed}_attnrl", {"algo.adaptive_batch": (False, True)}),
+        )
+    ),
+    ("s_attnrl_ratio", "s_attnrl", {"algo.rule": ("fci_ratio", "fci")}),
+    # testbed S: the rule alone replaced on the tree of TreeRL
     ("s_atb", "s_atb_top10", {"algo.top_fraction": (0.2, 0.1)}),
     ("s_treerl", "s_position", {"algo.rule": ("surprisal", "position"), "algo.rule_options": ({}, NOTHING)}),
     *(("s_treerl", name, {"algo.rule": ("surprisal", rule)}) for name, rule in S_RULES.items()),
