@@ -23,6 +23,7 @@ def curves(rows: Rows, path: Path) -> None:
     runs = by_preset(rows, "main")
     budget = min(r["tokens"] for own in runs.values() for r in own.values())
     grid = np.linspace(0.05, 1, 40) * budget
+    axes[0].set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     for preset, own in runs.items():
         lines = np.array([[at(r, "tokens", x) for x in grid] for r in own.values()])
         axes[0].plot(grid / 1e6, 100 * lines.mean(axis=0), label=NAMES[preset], linewidth=1.4)
@@ -42,11 +43,13 @@ def curves(rows: Rows, path: Path) -> None:
 
 
 def gains(testbeds: dict[str, Rows], path: Path, to: str = "grpo") -> None:
-    """Each method's held-out difference to `to` over the seeds both have, a panel for each testbed."""
+    """Each method's held-out difference to `to` over the seeds both have, a panel for each testbed; methods in the
+    order of the first that has them.
+    """
     found = {title: differences(rows, to) for title, rows in testbeds.items()}
-    first, *_ = found.values()
-    order = sorted(first, key=lambda name: first[name][0])
-    figure, axes = drawing().subplots(1, len(found), figsize=(11, 4.8), sharex=True, sharey=True)
+    means = {name: mean for own in reversed(found.values()) for name, (mean, _) in own.items()}
+    order = sorted(means, key=means.__getitem__)
+    figure, axes = drawing().subplots(1, len(found), figsize=(2 + 4.5 * len(found), 4.8), sharex=True, sharey=True)
     for axis, (title, own) in zip(np.atleast_1d(axes), found.items(), strict=True):
         for place, name in enumerate(order):
             if name in own:

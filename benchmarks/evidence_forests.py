@@ -1,6 +1,7 @@
 """What the recorded forests of a run say: where its trees branch, and whether FCI knows more than position.
 
-Steps are numbered from 0; the decisive steps of a task are those whose text holds the word "choose".
+Steps are numbered from 0; the decisive steps of a task are those whose text holds the word "choose". Tasks have them
+where more than half of the trunks do: a response to a problem of another kind may hold the word by chance.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def summary(trees: Sequence[RecordedTree]) -> dict[str, float]:
 
     first_steps    share of trees whose branch points are the second and third step
     at, after      share of branch points inside a decisive step, and after the last one; the rest is "before"; none of
-                   the three where no tree has one
+                   the three where tasks have none
     split          share of branch points whose branches do not all end as the trunk does
     first, last    share of the response before the first and the last point
     decisive       share of the response before the first decisive step
@@ -72,10 +73,12 @@ def summary(trees: Sequence[RecordedTree]) -> dict[str, float]:
     filter_auc     chance that an easy prompt without signal has a lower mean FCI than one with, and their number
     """
     branched = [t for t in trees if t.points]
+    decided = [t for t in trees if t.decisive]
+    decided = decided if 2 * len(decided) > len(trees) else []
     found: dict[str, float] = {"trees": float(len(branched))}
     if branched:
         spots = [(t, p) for t in branched for p in sorted(set(t.points))]
-        placed = [place(t, p) for t, p in spots if t.decisive]
+        placed = [place(t, p) for t, p in spots if t.decisive and decided]
         found |= {
             "first_steps": float(np.mean([sorted(set(t.points)) == list(t.starts[1:3]) for t in branched])),
             **({n: float(np.mean([p == n for p in placed])) for n in ("before", "at", "after")} if placed else {}),
@@ -83,9 +86,8 @@ def summary(trees: Sequence[RecordedTree]) -> dict[str, float]:
             "first": float(np.mean([min(t.points) / t.tokens for t in branched])),
             "last": float(np.mean([max(t.points) / t.tokens for t in branched])),
         }
-    known = [t.starts[t.decisive[0]] / t.tokens for t in trees if t.decisive]
-    if known:
-        found["decisive"] = float(np.mean(known))
+    if decided:
+        found["decisive"] = float(np.mean([t.starts[t.decisive[0]] / t.tokens for t in decided]))
     known_fci = [np.trim_zeros(t.fci[1:], "b") for t in trees if t.fci and np.isfinite(t.fci).all()]
     scored = [fci for fci in known_fci if len(fci) > 1]  # the last delta steps have none
     if scored:

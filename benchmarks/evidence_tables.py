@@ -90,6 +90,7 @@ PAIRS = (
     ("atb", "first"),
     ("atb", "position"),
     ("atb", "treerl"),
+    ("atb", "grpo"),
     ("residual", "atb"),
     ("ratio", "atb"),
     ("ratio", "treerl"),
@@ -423,11 +424,11 @@ def write_all(results: Path) -> None:
             curves(rows, FIGURES / f"results_{stem}.svg")
     rivals = ("attnrl", "treerl", "entropy", "grpo")
     made["whole against tail"] = against_table(kept["whole"], at_one_rate(kept["tail"]), rivals)
-    both = {"S": "s", "late": "late", "ripe": "ripe", "tail": "tail", "M": "m"}  # they have surprisal and FCI
+    both = {"S": "s", "late": "late", "ripe": "ripe", "tail": "tail", "M": "m", "P": "p"}  # with surprisal and FCI
     made["branches"] = branch_table({name: at_one_rate(kept[stem]) or kept[stem] for name, stem in both.items()})
     one_rate = {title: at_one_rate(kept[stem]) for stem, title in ONE_RATE.items()}
     made["iterations"] = iteration_table(one_rate)
-    gains(one_rate, FIGURES / "results_gains.svg")
+    gains({**one_rate, "P: 135M weights, pretrained, own rates": kept["p"]}, FIGURES / "results_gains.svg")
     for file in sorted(results.glob("*_values.json")):
         tables = value_tables(json.loads(file.read_text()))
         made |= {f"{file.stem} {name}": text for name, text in tables.items()}

@@ -135,6 +135,8 @@ class TestForests:
         assert not {"before", "at", "after", "decisive"} & set(found)
         assert found["position_correlation"] == pytest.approx(-0.5)  # of 2, 3, 1: the last step has no FCI
         assert all(np.isfinite(value) for value in found.values())
+        by_chance = forests.summary([*(replace(t, decisive=()) for t in trees), self.tree])
+        assert not {"before", "at", "after", "decisive"} & set(by_chance)
 
     def test_ranks_correlation_and_auc_by_hand(self):
         assert forests.ranks(np.array([5.0, 1.0, 5.0, 9.0])).tolist() == [1.5, 0, 1.5, 3]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,12 +27,12 @@ from attnrl.policy.objective import objective
 from attnrl.policy.packing import Pack, microbatches, pack
 from attnrl.policy.passes import Passes, minibatches
 from attnrl.policy.rates import Counters, learning_rate
-from attnrl.types import Sample, as_ids
+from attnrl.types import Sample, as_floats, as_ids
 
 # What rounding explains: of log-probs the mean gap in nats, of gradients the relative one; in float32, and in half
 # precision, where a wrong mask on a trained model makes several times as much.
 ROUNDING, HALF_ROUNDING = {torch.float32: 1e-3}, 0.1
-LOOK = 512  # tokens of a prompt and of a response over which gradients are compared: no layer runs again there
+LOOK = 512  # tokens of a prompt, and drawn after it, over which gradients are compared: no layer runs again there
 Progress = Callable[[int, int], None]  # minibatches done, minibatches of this call
 
 
@@ -141,7 +142,7 @@ class Learner:
         if self.shares_prefixes:
             gaps["shared prefixes changed log-probs"] = self._gap(shared, want_N, fused=False)
         if self.decoders:
-            one = pack([_surprising(samples[rows[0]])], [0], self.device)
+            one = pack([_surprising(samples[rows[0]], self.hf)], [0], self.device)
             gaps["fused kernels changed log-probs"] = self._gap(apart, want_N, fused=True)
             compared = self.hf, self.decoders[id(self.model)], one, self.passes.temperature
             gaps["fused kernels changed gradients"] = gradient_gap(*compared, self._rounding())
@@ -217,16 +218,20 @@ class Learner:
         )
 
 
-def _surprising(sample: Sample) -> Sample:
-    """The last tokens of the prompt and the first of the response, these backwards: where a model is sure of a text,
-    its gradients hang on the last bits of 1 - p, and two right ways differ by far more than they round.
+def _surprising(sample: Sample, model: Any) -> Sample:
+    """The last tokens of the prompt and as many as may be drawn evenly from the vocabulary: where a model is sure of a
+    text, its gradients hang on the last bits of 1 - p, and over few tokens two right ways differ by as much as they
+    round at each.
 
+    >>> from types import SimpleNamespace as Some
     >>> from attnrl.types import as_floats, as_ids
-    >>> ids, zeros = as_ids(range(2000)), as_floats([0.0] * 2000)
-    >>> one = _surprising(Sample(ids, ids, zeros, zeros, "q"))
-    >>> (int(one.prompt[-1]), len(one.prompt), int(one.response[0]), len(one.response), len(one.logprobs))
-    (1999, 512, 511, 512, 512)
+    >>> model = Some(config=Some(max_position_embeddings=4096), get_input_embeddings=lambda: Some(num_embeddings=9))
+    >>> ids, zero = as_ids(range(2000)), as_floats([0.0])
+    >>> one = _surprising(Sample(ids, ids[:1], zero, zero, "q"), model)
+    >>> (int(one.prompt[-1]), len(one.prompt), len(one.response), set(one.response) == set(range(9)))
+    (1999, 512, 512, True)
     """
-    first = slice(LOOK)
-    rows = as_ids(sample.response[first][::-1]), sample.advantages[first], sample.logprobs[first]
-    return Sample(sample.prompt[-LOOK:], *rows, sample.uid)
+    tokens = min(LOOK, getattr(model.config, "max_position_embeddings", 2 * LOOK) // 2)
+    drawn = np.random.default_rng(0).integers(model.get_input_embeddings().num_embeddings, size=tokens)
+    nothing = as_floats(np.zeros(tokens))
+    return Sample(sample.prompt[-tokens:], as_ids(drawn), nothing, nothing, sample.uid)
