@@ -106,30 +106,38 @@ def prefill_times(tiny: bool, device: str) -> list[dict[str, Any]]:
     return out
 
 
+GATED = (products_triton.GATED, (32, 64, 8), (32, 128, 6), (16, 128, 6), (16, 256, 5))  # columns, inputs, stages
+
+
 def product_times(tiny: bool, device: str) -> list[dict[str, Any]]:
-    """Products of few tokens with a layer's weights beside the library's, over several layers' weights in turn."""
+    """Products of few tokens with a layer's weights beside the library's, over several layers' weights in turn; gate
+    and up by tile.
+    """
     out: list[dict[str, Any]] = []
     for name, width, inputs in (("output", 1536, 1536), ("gate, up", 8960, 1536), ("down", 1536, 8960)):
         n, k = (64, 64) if tiny else (width, inputs)
         gated = name == "gate, up"
         sizes = (n * (1 + gated), k)
         weights = [torch.randn(sizes, device=device).bfloat16() / k**0.5 for _ in range(1 if tiny else 8)]
-        for rows in (8,) if tiny else (8, 32, 64):
+        for rows in (8,) if tiny else (8, 32, 64, 128, 256):
             x = torch.randn(rows, k, device=device).bfloat16()
 
-            def ours(x: Any = x, weights: Any = weights, gated: bool = gated) -> None:
-                for weight in weights:
-                    (products_triton.gated if gated else products_triton.summed_apart)(x, weight)
+            def each(run: Any, x: Any = x, weights: Any = weights) -> float:
+                """Microseconds of a product."""
+                return 1e3 * timed(lambda: [run(x, weight) for weight in weights], device) / len(weights)
 
-            def theirs(x: Any = x, weights: Any = weights, gated: bool = gated) -> None:
-                for weight in weights:
-                    y = torch.nn.functional.linear(x, weight)
-                    if gated:
-                        fused_triton.gate(*y.chunk(2, -1))
-
-            us = {of: 1e3 * timed(run, device) / len(weights) for of, run in (("us", ours), ("library_us", theirs))}
-            out.append({"product": name, "rows": rows, **us})
+            ours: dict[str, Any] = {"": products_triton.summed_apart}
+            if gated:
+                ours = {f" {tile}": partial(products_triton.gated, tile=tile) for tile in GATED}
+            line: dict[str, Any] = {"product": name, "rows": rows}
+            line |= {f"us{tile}": each(run) for tile, run in ours.items()}
+            out.append(line | {"library_us": each(_library_gated if gated else torch.nn.functional.linear)})
     return out
+
+
+def _library_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Gate and up by the library's product, then our activation."""
+    return fused_triton.gate(*torch.nn.functional.linear(x, weight).chunk(2, -1))
 
 
 def gated_times(tiny: bool, device: str) -> list[dict[str, Any]]:
@@ -139,11 +147,7 @@ def gated_times(tiny: bool, device: str) -> list[dict[str, Any]]:
     out = []
     for tokens in (64,) if tiny else (16_384, 8192, 2048):
         x = torch.randn(tokens, width, device=device).bfloat16()
-
-        def two(x: Any = x) -> None:
-            fused_triton.gate(*torch.nn.functional.linear(x, weight).chunk(2, -1))
-
-        line = {"tokens": tokens, "two kernels, us": 1e3 * timed(two, device)}
+        line = {"tokens": tokens, "two kernels, us": 1e3 * timed(partial(_library_gated, x, weight), device)}
         if hopper is not None and gated_hopper.fits(x, weight):
             line["one kernel, us"] = 1e3 * timed(partial(gated_hopper.gated, x, weight), device)
         out.append(line)

@@ -22,6 +22,7 @@ from attnrl.local.early import early, fetch, follow
 FEW = 64  # tokens up to which these kernels were measured to be the faster ones
 PROGRAMS = 128  # that keep the memory of a large GPU busy
 AHEAD = 128  # weights of a row that a program asks for before its tokens are there
+GATED = (64, 64, 5)  # tile of gate and up: columns, inputs a turn, stages at most
 SPARE_BYTES = 8192  # of shared memory, for what Triton lays there beside the tiles
 
 
@@ -91,10 +92,10 @@ def _run(
     return out
 
 
-def gated(x_TK: Tensor, weight_MK: Tensor) -> Tensor:
+def gated(x_TK: Tensor, weight_MK: Tensor, tile: tuple[int, int, int] = GATED) -> Tensor:
     """silu(x gate^T) * (x up^T), [T, N], for gate's N rows and then up's."""
     out_TN = x_TK.new_empty(len(x_TK), len(weight_MK) // 2)
-    return _run(x_TK, weight_MK, out_TN, 1, True, (64, 64, 5), shared_bytes(x_TK.device) // 2)
+    return _run(x_TK, weight_MK, out_TN, 1, True, tile, shared_bytes(x_TK.device) * tile[0] // 128)
 
 
 def summed_apart(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
