@@ -108,6 +108,15 @@ class Queue:
             for knob in knobs
         ]
 
+    def cell(self, preset: str, seed: int, rows: list[dict[str, Any]], stage: str | None = None) -> Cell:
+        """One cell, of a stage or of the first that has the preset, "main" before the others and the sweep last."""
+        order = sorted(self.stages, key=lambda name: (name == "sweep", name != "main"))
+        found = [name for name in order if preset in self.stages[name]["presets"] and stage in (None, name)]
+        if not found:
+            raise SystemExit(f"{self.name}: no cell of {preset} in {stage or 'any stage'}; stages: {', '.join(order)}")
+        rate, *_ = self.rates_of(found[0], preset, rows)
+        return Cell(found[0], preset, seed, rate)
+
     def rates_of(self, stage: str, preset: str, rows: list[dict[str, Any]]) -> Sequence[float]:
         """Learning rates that a stage runs a preset with: all in the sweep, its own, or the sweep's best."""
         if stage == "sweep":
@@ -173,7 +182,9 @@ def warm_up(queue: Queue) -> None:
     for flags, output in zip(queue.warmups, outputs, strict=True):
         if not (output / "config.json").exists():
             print(f"warm-up of {output}", flush=True)
-            subprocess.run([sys.executable, "-m", "attnrl", "warmup", *words(flags)], check=True)
+            made = subprocess.run([sys.executable, "-m", "attnrl", "warmup", *words(flags)], check=False)
+            if made.returncode:
+                raise SystemExit(f"there is no base model {output}: its warm-up failed, see above and the queue file")
 
 
 def train_cell(cell: Cell, overrides: dict[str, Any], run_dir: Path) -> None:
@@ -325,6 +336,7 @@ def main() -> None:
     cell.add_argument("queue", type=Path)
     cell.add_argument("preset")
     cell.add_argument("seed", type=int)
+    cell.add_argument("--stage", help="by default main, or the first other one that has the preset")
     cell.add_argument("--run-dir", type=Path, required=True)
     verbs.add_parser("tables", help="write the tables and figures of docs/results.md")
     args = parser.parse_args()
@@ -332,8 +344,7 @@ def main() -> None:
         run_queue(args)
     elif args.verb == "cell":
         wanted = read_queue(args.queue)
-        rate, *_ = wanted.rates_of("main", args.preset, read_rows(wanted.name))
-        one = Cell("main", args.preset, args.seed, rate)
+        one = wanted.cell(args.preset, args.seed, read_rows(wanted.name), args.stage)
         warm_up(wanted)
         train_cell(one, wanted.overrides(one), args.run_dir)
         row = result(one, args.run_dir)

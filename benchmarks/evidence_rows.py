@@ -30,6 +30,7 @@ NAMES = {  # of the presets s_NAME and p_NAME
     "no_expansion": "AttnRL without expansion",
     "no_batch": "AttnRL without adaptive batch",
 }
+COMPARED = ("main", "ladder", "rules", "pipeline")  # the last three are "main" with other presets, seeds or rates
 Rows = list[dict[str, Any]]
 Runs = dict[int, dict[str, Any]]  # of a method, by seed
 
@@ -44,10 +45,8 @@ def method(row: dict[str, Any]) -> str:
 
 
 def by_preset(rows: Rows, stage: str) -> dict[str, Runs]:
-    """method -> seed -> row, in the order of NAMES; "ladder", "rules" and "pipeline" are "main" with other presets, on
-    fewer seeds or at another preset's rate.
-    """
-    stages = ("main", "ladder", "rules", "pipeline") if stage == "main" else (stage,)
+    """method -> seed -> row, in the order of NAMES; "main" stands for all stages that are compared."""
+    stages = COMPARED if stage == "main" else (stage,)
     found: dict[str, Runs] = {}
     for preset in NAMES:
         cells = [(r["cell"], r) for r in rows if not r["cell"].get("knob")]
@@ -61,11 +60,11 @@ def by_preset(rows: Rows, stage: str) -> dict[str, Runs]:
 
 
 def at_one_rate(rows: Rows) -> Rows:
-    """The runs of stages "main" and "stable" at the latter's rate, as rows of "main", and those of "alone", which tell
-    speeds; none without stage "stable".
+    """The compared runs and those of stage "stable" at the latter's rate, as rows of "main", and those of "alone",
+    which tell speeds; none without stage "stable".
     """
     rates = {r["cell"]["rate"] for r in rows if r["cell"]["stage"] == "stable"}
-    of_rate = [r for r in rows if r["cell"]["rate"] in rates and r["cell"]["stage"] in ("main", "stable")]
+    of_rate = [r for r in rows if r["cell"]["rate"] in rates and r["cell"]["stage"] in (*COMPARED, "stable")]
     alone = [r for r in rows if rates and r["cell"]["stage"] == "alone"]
     return [r | {"cell": r["cell"] | {"stage": "main"}} for r in of_rate] + alone
 

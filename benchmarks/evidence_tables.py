@@ -174,9 +174,10 @@ def at_equal_iterations(own: Runs, other: Runs) -> list[float]:
 
 def iteration_table(testbeds: dict[str, Rows]) -> str:
     """Whether accuracy goes with the logarithm of the iterations over all methods, and how many of all their pairs are
-    told apart at equal iterations.
+    told apart at equal tokens and at equal iterations.
     """
-    heads = ["points a doubling", "farthest from the line", "pairs", "told apart at equal iterations", "by chance"]
+    apart = ["told apart at equal tokens", "at equal iterations", "by chance"]
+    heads = ["points a doubling", "farthest from the line", "pairs", *apart]
     lines = [["testbed", "methods", *heads]]
     for name, rows in testbeds.items():
         runs = by_preset(rows, "main")
@@ -185,10 +186,11 @@ def iteration_table(testbeds: dict[str, Rows]) -> str:
         off = 100 * np.array(y) - slope * np.log2(x) - start
         place = int(np.argmax(np.abs(off)))
         farthest = f"{off[place]:+.1f} ({NAMES[list(runs)[place]]})"
-        pairs = [spread(at_equal_iterations(runs[a], runs[b])) for a, b in combinations(runs, 2)]
-        apart = sum(abs(mean) > half for mean, half in pairs)
-        counts = [str(len(pairs)), str(apart), f"{0.05 * len(pairs):.0f}"]
-        lines.append([name, str(len(runs)), f"{slope:.1f}", farthest, *counts])
+        pairs = list(combinations(runs.values(), 2))
+        found = [[spread(of(a, b)) for a, b in pairs] for of in (paired, at_equal_iterations)]
+        counts = [sum(abs(mean) > half for mean, half in spreads) for spreads in found]
+        numbers = map(str, (len(pairs), *counts, round(0.05 * len(pairs))))
+        lines.append([name, str(len(runs)), f"{slope:.1f}", farthest, *numbers])
     return table(lines)
 
 
@@ -258,12 +260,16 @@ def sweep_table(rows: Rows) -> str:
     return table(lines)
 
 
+COSTS = ((1, ".0f"), (1, ".0f"), (1e-6, ".2f"), (1, ".0f"))  # scale and form of iterations, updates, tokens, seconds
+
+
 def cost_table(rows: Rows, goal: str = "treerl", window: int = 5) -> str:
     """In how many runs training accuracy, as a mean over `window` iterations, reaches where `goal`'s run of the same
-    seed ends, and at what cost, mean over those that do. Paper: Table 3.
+    seed ends, and at what cost, mean and 95 % over those that do. Paper: Table 3.
     """
     runs = by_preset(rows, "main")
-    lines = [["branching rule or method", "runs that reach it", "iterations", "updates", "tokens", "loop seconds"]]
+    heads = ["iterations", "updates", "tokens, millions", "loop seconds"]
+    lines = [["branching rule or method", "runs that reach it", *heads]]
     for preset, own in runs.items():
         reached = []
         seeds = sorted(set(own) & set(runs.get(goal, {})))
@@ -273,11 +279,11 @@ def cost_table(rows: Rows, goal: str = "treerl", window: int = 5) -> str:
                 series = own[seed]["series"]
                 n = int(places[0]) + min(window, len(series["accuracy"]))
                 spent = (sum(series[name][:n]) for name in ("updates", "seconds"))
-                reached.append((n, *spent, series["tokens"][n - 1]))
+                reached.append((n, next(spent), series["tokens"][n - 1], next(spent)))
         if not seeds:
             continue
-        n, updates, seconds, tokens = np.mean(reached, axis=0) if reached else [np.nan] * 4
-        cells = [f"{n:.0f}", f"{updates:.0f}", f"{tokens / 1e6:.2f}M", f"{seconds:.0f}"] if reached else ["-"] * 4
+        costs = zip(zip(*reached, strict=True), COSTS, strict=True) if reached else ()
+        cells = [shown(values, scale, form) for values, (scale, form) in costs] or ["-"] * len(COSTS)
         lines.append([NAMES[preset], f"{len(reached)} of {len(seeds)}", *cells])
     return table(lines)
 
@@ -427,8 +433,9 @@ def write_all(results: Path) -> None:
     both = {"S": "s", "late": "late", "ripe": "ripe", "tail": "tail", "M": "m", "P": "p"}  # with surprisal and FCI
     made["branches"] = branch_table({name: at_one_rate(kept[stem]) or kept[stem] for name, stem in both.items()})
     one_rate = {title: at_one_rate(kept[stem]) for stem, title in ONE_RATE.items()}
-    made["iterations"] = iteration_table(one_rate)
-    gains({**one_rate, "P: 135M weights, pretrained, own rates": kept["p"]}, FIGURES / "results_gains.svg")
+    shown_together = {**one_rate, "P: 135M weights, pretrained, two rates": kept["p"]}
+    made["iterations"] = iteration_table(shown_together)
+    gains(shown_together, FIGURES / "results_gains.svg")
     for file in sorted(results.glob("*_values.json")):
         tables = value_tables(json.loads(file.read_text()))
         made |= {f"{file.stem} {name}": text for name, text in tables.items()}

@@ -68,6 +68,19 @@ class TestQueue:
         (fixed,) = queue.cells("fixed", [])
         assert queue.overrides(fixed) == {"algo.points": 3, "update.lr": 0.5, "run.seed": 0}
 
+    def test_one_cell_is_that_of_the_first_stage_that_has_its_preset(self):
+        stages = {"sweep": {"seeds": [9], "presets": ["a"]}, "rules": {"presets": ["b"], "rate_of": "a"}}
+        stages |= {"main": {"presets": ["a"]}, "stable": {"presets": ["a", "c"], "rates": [0.3]}}
+        queue = Queue("q", (0.1, 0.2), stages)
+        rows = [row("sweep", "a", 9, 0.1, 0.5), row("sweep", "a", 9, 0.2, 0.6)]
+        assert queue.cell("a", 4, rows) == Cell("main", "a", 4, 0.2)
+        assert queue.cell("a", 4, rows, "stable") == Cell("stable", "a", 4, 0.3)
+        assert queue.cell("b", 4, rows) == Cell("rules", "b", 4, 0.2)  # at the rate of a
+        assert queue.cell("c", 4, rows) == Cell("stable", "c", 4, 0.3)
+        for preset, stage in (("d", None), ("b", "main")):
+            with pytest.raises(SystemExit, match=f"no cell of {preset}"):
+                queue.cell(preset, 4, rows, stage)
+
     def test_a_stage_that_varies_keys_has_a_cell_for_each_value_of_one_key(self):
         stage = {"presets": ["a"], "seeds": [0, 1], "rates": [0.5], "overrides": {"algo.points": 3}}
         queue = Queue("q", (), {"knobs": {**stage, "vary": {"algo.points": [1, 4], "update.lr": [0.1]}}})
@@ -295,7 +308,7 @@ class TestTables:
         rows = [run("s_treerl", 0, [0.1, 0.3, 0.5]), run("s_oracle", 0, [0.4, 0.4, 0.2]), run("s_grpo", 0, [0.1] * 3)]
         found = tables.cost_table(rows, window=2).splitlines()  # TreeRL ends at 0.4; the oracle is there after two
         assert found[2].endswith("| 0 of 1 | - | - | - | - |")
-        assert found[4].endswith("| 1 of 1 | 2 | 4 | 0.20M | 6 |")
+        assert found[4].endswith("| 1 of 1 | 2 | 4 | 0.20 | 6 |")
 
     def test_equal_wall_time_goes_by_the_pace_of_runs_that_were_alone(self):
         def run(stage: str, preset: str, after: float, accuracy: list[float], tokens: float, seconds: float) -> dict:
@@ -387,7 +400,7 @@ class TestTables:
         ]
         line = tables.iteration_table({"T": rows}).splitlines()[2]
         middle = "+2.0 (TreeRL: tokens of highest surprisal)"  # least squares: 2 above, the others 1 below
-        assert line == f"| T | 3 | 10.0 | {middle} | 3 | 2 | 0 |"  # the oracle's two; GRPO and TreeRL end alike
+        assert line == f"| T | 3 | 10.0 | {middle} | 3 | 3 | 2 | 0 |"  # at equal iterations GRPO and TreeRL end alike
 
     def test_branches_with_signal_are_compared_over_the_iterations_that_both_have(self):
         shares = {"s_treerl": ([0.5, 0.7, 0.1], [0.8]), "s_atb": ([0.7, 0.9], [0.9, 0.2])}

@@ -16,10 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
 
 from attnrl.attention.interface import attending
+from attnrl.config import UpdateConfig
 from attnrl.local import forward
 from attnrl.local.forward import Forward, ProbeAttention, sampling_mode
 from attnrl.local.fused import FusedDecoder, agrees, decoder_layers
 from attnrl.local.learn import first_gradient, gradient_gap
+from attnrl.local.learner import Learner
+from attnrl.local.models import prepare_model
 from attnrl.local.wide import InFloat32, widens
 from attnrl.policy.packing import Pack, pack
 from attnrl.types import Sample, as_floats, as_ids
@@ -200,3 +203,17 @@ def test_gradients_of_a_trained_model_are_held_against_float32(monkeypatch) -> N
     assert min(gap(model, 1.3), gap(chaos, 1.3)) > 0.1
     monkeypatch.setattr("attnrl.local.learn.widens", lambda model: False)
     assert gap(model, 1.0) > 0.1
+
+
+@pytest.mark.parametrize(("wrong", "kept"), [(1.0, True), (1.3, False)])
+def test_a_learner_compares_gradients_over_drawn_tokens(wrong: float, kept: bool) -> None:
+    """However short its responses are: over few tokens rounding alone differs by as much as is allowed."""
+    model = trained_like(layers=4)
+    learner = Learner(prepare_model(model), options=UpdateConfig(kl_weight=0.0))
+    learner.shares_prefixes, learner.decoders = False, {id(model): Learning(model, wrong)}  # type: ignore[dict-item]
+    short = Sample(as_ids(range(9)), as_ids([7, 8]), as_floats([1.0, 1.0]), as_floats([-1.0, -1.0]), "q")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", RuntimeWarning)
+        assert learner._ways_are_exact([short], [0]) is kept
+    assert bool(learner.decoders) is kept
+    assert kept or any("fused kernels changed gradients" in str(warning.message) for warning in said)

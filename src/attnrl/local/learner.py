@@ -224,14 +224,13 @@ def _surprising(sample: Sample, model: Any) -> Sample:
     round at each.
 
     >>> from types import SimpleNamespace as Some
-    >>> from attnrl.types import as_floats, as_ids
     >>> model = Some(config=Some(max_position_embeddings=4096), get_input_embeddings=lambda: Some(num_embeddings=9))
     >>> ids, zero = as_ids(range(2000)), as_floats([0.0])
     >>> one = _surprising(Sample(ids, ids[:1], zero, zero, "q"), model)
     >>> (int(one.prompt[-1]), len(one.prompt), len(one.response), set(one.response) == set(range(9)))
     (1999, 512, 512, True)
     """
-    tokens = min(LOOK, getattr(model.config, "max_position_embeddings", 2 * LOOK) // 2)
+    tokens = min(LOOK, (getattr(model.config, "max_position_embeddings", None) or 2 * LOOK) // 2)
     drawn = np.random.default_rng(0).integers(model.get_input_embeddings().num_embeddings, size=tokens)
     nothing = as_floats(np.zeros(tokens))
     return Sample(sample.prompt[-tokens:], as_ids(drawn), nothing, nothing, sample.uid)
