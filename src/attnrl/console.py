@@ -15,14 +15,15 @@ LOOK = (3, 10)  # a run that does not learn says so after so many iterations, an
 
 
 def console_line(config: Config, console: Console | None = None) -> Callable[[dict[str, float]], None]:
-    """An observer that prints one line an iteration, and says so where a run does not learn."""
+    """An observer that prints one line an iteration, and says so where a run does not learn or cannot grade."""
     out = console or Console()
     iterations = config.run.iterations
     start, first, lines = 0.0, 0, 0
     seen: list[dict[str, float]] = []
+    told = False
 
     def show(metrics: dict[str, float]) -> None:
-        nonlocal lines, first, start
+        nonlocal lines, first, start, told
         done = int(metrics["iteration"])
         evaluated = {k: v for k, v in metrics.items() if k.startswith("eval/") and k.endswith("/pass@1")}
         if "train/samples" in metrics:
@@ -34,7 +35,11 @@ def console_line(config: Config, console: Console | None = None) -> Callable[[di
             left = (time.monotonic() - start) / max(done - first, 1) * (iterations - done)
             out.print(_line(metrics, done, iterations, left), highlight=False, soft_wrap=True)
             seen.append(metrics)
-            if len(seen) == LOOK[0] or len(seen) % LOOK[1] == 0 or done == iterations:
+            look = len(seen) == LOOK[0] or len(seen) % LOOK[1] == 0 or done == iterations
+            if metrics.get("verify/errors") and (look or not told):
+                told = True
+                out.print(_ungraded(metrics), style="bold red", highlight=False, soft_wrap=True)
+            if look:
                 said = complaint(
                     seen,
                     max_response_tokens=config.sampling.max_response_tokens,
@@ -47,7 +52,9 @@ def console_line(config: Config, console: Console | None = None) -> Callable[[di
             low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
             band = f"  [95 % {low:.1%} to {high:.1%}]" if low is not None and high is not None else ""
             title = name.removeprefix("eval/").removesuffix("/pass@1")
-            out.print(f"held-out {title} after {done}: {value:.1%}{band}", style="green", highlight=False)
+            errors = metrics.get(f"eval/{title}/errors")
+            wrong = f"; {errors:.0f} responses could not be graded and count as wrong" if errors else ""
+            out.print(f"held-out {title} after {done}: {value:.1%}{band}{wrong}", style="green", highlight=False)
 
     return show
 
@@ -62,6 +69,18 @@ def _line(m: dict[str, float], done: int, iterations: int, left: float) -> str:
         f"{m.get('trunks/steps', 0):>6.1f}{m.get('policy/entropy', float('nan')):>8.3f}"
         f"{m.get('policy/kl', float('nan')):>7.4f}{speed:>6.0f}{time_span(left):>7}"
     )
+
+
+def _ungraded(metrics: dict[str, float]) -> str:
+    """How many responses of an iteration have no verdict, by kind of error.
+
+    >>> _ungraded({"verify/errors": 7.0, "verify/timeout": 2.0, "verify/error": 5.0})
+    '7 responses could not be graded and were left out (timeout 2, error 5); `attnrl check` shows why'
+    """
+    kinds = {key.partition("/")[2]: count for key, count in metrics.items() if key.startswith("verify/")}
+    total = kinds.pop("errors")
+    by_kind = ", ".join(f"{kind} {count:.0f}" for kind, count in kinds.items())
+    return f"{total:.0f} responses could not be graded and were left out ({by_kind}); `attnrl check` shows why"
 
 
 def time_span(seconds: float) -> str:

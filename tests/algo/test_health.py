@@ -79,6 +79,19 @@ def test_a_run_that_learns_in_half_of_its_iterations_is_left_alone() -> None:
     assert said({"eval/x/pass@1": 0.5}) == ""  # an evaluation alone is no iteration
 
 
+def test_the_console_names_responses_that_could_not_be_graded() -> None:
+    """Where they first are, then as often as it looks; of held-out ones beside the accuracy that they lower."""
+    out = io.StringIO()
+    show = console_line(load_config("demo", {"run.iterations": 50}), Console(file=out, width=400))
+    errors, said = {"verify/errors": 5.0, "verify/error": 5.0}, []
+    for row in rows(LEARNS, *[LEARNS | errors] * 11):
+        show(row)
+        said.append(out.getvalue().count("5 responses could not be graded and were left out (error 5)"))
+    assert said == [0, 1, 2, *[2] * 6, 3, 3, 3]
+    show({"iteration": 12.0, "eval/tasks/pass@1": 0.5, "eval/tasks/errors": 164.0})
+    assert "held-out tasks after 12: 50.0%; 164 responses could not be graded and count as wrong" in out.getvalue()
+
+
 def test_the_console_says_so_after_three_iterations_and_at_the_end() -> None:
     def shown(*of: dict[str, float], planned: int) -> list[int]:
         """After which iterations the complaint was printed."""

@@ -160,7 +160,7 @@ def test_a_row_without_the_column_is_left_out_like_one_with_an_empty_cell(tmp_pa
     file = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "a?", "answer": "1"}, {"problem": "b?"}])
     records = load_records(file)
     assert [(s.where, s.reason) for s in records.skipped] == [("rows.jsonl:2", "no column with a problem or an answer")]
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: unknown layout"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: unknown layout, unlike rows before it.*drop_bad_rows = true"):
         load_records(file, strict=True)
     first = write_jsonl(tmp_path / "first.jsonl", [{"problem": "b?"}, {"problem": "a?", "answer": "1"}])
     records = load_records(first)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from attnrl.data.files import Row, iterate_rows
 from attnrl.errors import DataError
 
+MEND = "fix or remove the row, or leave such rows out (data.drop_bad_rows = true; strict=False in Python)"
 PROBLEM_COLUMNS = ("problem", "question", "query", "prompt", "input", "instruction")
 ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth", "target", "gold", "solution")
 LARGEST = 65_536  # characters of JSON that one other column may have
@@ -129,6 +130,9 @@ def load_records(
             try:
                 layouts[names] = find_layout(row, columns)
             except DataError as error:
+                if strict and layouts:
+                    found = f"columns found: {', '.join(names) or 'none'}"
+                    raise DataError(f"{row.where}: unknown layout, unlike rows before it, {found}; {MEND}") from error
                 if strict:
                     raise
                 unknown = unknown or error
@@ -139,10 +143,7 @@ def load_records(
             records.append(record)
             unseen |= {n: None for n, v in row.columns.items() if _is_left_out(n, v, record, layouts[names])}
         elif strict:
-            raise DataError(
-                f"{record.where}: {record.reason}; fix or remove the row, or leave such rows out "
-                "(data.drop_bad_rows = true; strict=False in Python)"
-            )
+            raise DataError(f"{record.where}: {record.reason}; {MEND}")
         else:
             skipped.append(record)
     if not records and unknown is not None:  # no row has a layout, or none that has one holds anything

@@ -247,16 +247,16 @@ def draw(
 def look_at_responses(
     config: Config, drawn: Drawn, verdicts: Sequence[Verdict], tokenizer: Any, found: Findings
 ) -> None:
-    """One response as it was drawn, and whether the few leave something to learn from."""
+    """Whether the few leave something to learn from, and one response as it was drawn."""
     rollouts, limit = drawn.rollouts, config.sampling.max_response_tokens
     cut, right = sum(r.finish == "length" for r in rollouts), sum(v.right for v in verdicts)
     steps = float(np.median([len(request.steps) for request in drawn.requests]))
     length = float(np.mean([len(r.ids) for r in rollouts]))
-    lines = [
+    summary = (
         f"{len(rollouts)} responses of {length:.0f} tokens on average in {steps:.0f} steps, {right} right, "
-        f"{cut} cut off at {limit} tokens; the first:",
-        tokenizer.decode(rollouts[0].ids.tolist(), skip_special_tokens=False),
-    ]
+        f"{cut} cut off at {limit} tokens"
+    )
+    first = tokenizer.decode(rollouts[0].ids.tolist(), skip_special_tokens=False)
     odd = []
     if cut * 2 > len(rollouts):
         odd.append("most were cut off and count as wrong: raise sampling.max_response_tokens")
@@ -268,7 +268,9 @@ def look_at_responses(
         )
     errors = sorted({v.error for v in verdicts if v.error is not None})
     odd += [f"error of a reward: {error}" for error in errors]
-    found.add("wrong" if errors else "look" if odd else "ok", "responses", "\n".join([*lines, *odd]))
+    found.add(
+        "wrong" if errors else "look" if odd else "ok", "responses", "\n".join([summary, *odd, "the first:", first])
+    )
 
 
 def look_at_parts(config: Config, tried: Sequence[Outcome], found: Findings) -> None:
