@@ -11,7 +11,7 @@ from evidence_rows import NAMES, Rows, at, by_preset, paired, spread
 
 COLOURS = {  # what a method is -> of its points
     "on the tree of TreeRL": "#1f77b4",
-    "AttnRL, or without a part": "#d95f02",
+    "AttnRL, or a part changed": "#d95f02",
     "told the decisive step": "#777777",
 }
 
@@ -44,33 +44,38 @@ def curves(rows: Rows, path: Path) -> None:
 
 def gains(testbeds: dict[str, Rows], path: Path, to: str = "grpo") -> None:
     """Each method's held-out difference to `to` over the seeds both have, a panel for each testbed; methods in the
-    order of the first that has them.
+    order of the first that has them, hollow with three seeds or fewer.
     """
     found = {title: differences(rows, to) for title, rows in testbeds.items()}
-    means = {name: mean for own in reversed(found.values()) for name, (mean, _) in own.items()}
+    means = {name: mean for own in reversed(found.values()) for name, (mean, *_) in own.items()}
     order = sorted(means, key=means.__getitem__)
-    figure, axes = drawing().subplots(1, len(found), figsize=(2 + 4.5 * len(found), 4.8), sharex=True, sharey=True)
+    pyplot = drawing()
+    from matplotlib.patches import Patch
+
+    figure, axes = pyplot.subplots(1, len(found), figsize=(2 + 4.5 * len(found), 4.8), sharex=True, sharey=True)
     for axis, (title, own) in zip(np.atleast_1d(axes), found.items(), strict=True):
         for place, name in enumerate(order):
             if name in own:
-                mean, half = own[name]
+                mean, half, seeds = own[name]
                 what = kind(name)
-                axis.errorbar([mean], [place], xerr=[half], fmt="o", capsize=3, color=COLOURS[what], label=what)
+                how = {"color": COLOURS[what], "markerfacecolor": COLOURS[what] if seeds > 3 else "white"}
+                axis.errorbar([mean], [place], xerr=[half], fmt="o", capsize=3, label=what, **how)
         axis.axvline(0, color="black", linewidth=0.8)
         axis.set_yticks(range(len(order)), [NAMES[name] for name in order], fontsize=8)
         axis.set_title(title, fontsize=10)
-        labelled = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-        axis.legend(labelled.values(), labelled.keys(), fontsize=8, loc="lower right")
+        if axis is np.atleast_1d(axes)[0]:
+            axis.legend(handles=[Patch(color=colour, label=what) for what, colour in COLOURS.items()], fontsize=8)
         axis.set_xlabel(f"points of held-out accuracy over {NAMES[to]}, 95 % over seeds", fontsize=9)
         axis.grid(alpha=0.25)
     save(figure, path)
 
 
-def differences(rows: Rows, to: str) -> dict[str, tuple[float, float]]:
-    """method -> mean and half of the 95 % interval of its paired differences to another, in points."""
+def differences(rows: Rows, to: str) -> dict[str, tuple[float, float, int]]:
+    """method -> its paired differences to another, in points: mean, half of the 95 % interval, and their number."""
     runs = by_preset(rows, "main")
     base = runs.pop(to)
-    return {name: spread([100 * gain for gain in paired(own, base)]) for name, own in runs.items()}
+    found = {name: [100 * gain for gain in paired(own, base)] for name, own in runs.items()}
+    return {name: (*spread(gained), len(gained)) for name, gained in found.items()}
 
 
 def kind(name: str) -> str:

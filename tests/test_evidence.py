@@ -371,8 +371,8 @@ class TestTables:
         ends = {"s_grpo": (0.5, 0.6, 0.4), "s_oracle": (0.51, 0.62), "s_atb": (0.4,)}
         rows = [row("main", preset, seed, 0.1, after) for preset, own in ends.items() for seed, after in enumerate(own)]
         found = figures.differences([*rows, row("sweep", "s_oracle", 2, 0.1, 0.9)], "grpo")
-        assert found["oracle"] == pytest.approx((1.5, 12.71 * 0.5))  # 1 and 2 points
-        assert found["atb"] == pytest.approx((-10.0, np.nan), nan_ok=True)
+        assert found["oracle"] == pytest.approx((1.5, 12.71 * 0.5, 2))  # 1 and 2 points
+        assert found["atb"] == pytest.approx((-10.0, np.nan, 1), nan_ok=True)
         assert list(found) == ["atb", "oracle"]
 
     def test_two_queues_are_compared_seed_by_seed(self):
