@@ -148,8 +148,10 @@ def test_a_gold_that_its_own_reward_refuses_is_named_by_row(own, capsys):
     rows.append({**rows[0], "problem": rows[0]["problem"].replace("3", "4"), "answer": "3} or not"})
     (own / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run(["check", "demo", "--data.train", "rows.jsonl", "--prompts", "1", "--responses", "1"]) == 1
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "is not right when boxed" in line]
+    said = capsys.readouterr().out
+    (line,) = [line for line in said.splitlines() if "is not right when boxed" in line]
     assert "rows.jsonl:2" in line
+    assert "fewer than a batch takes (algo.prompts = 16)" in said
 
 
 def test_responses_that_are_cut_off_are_said_to_teach_nothing(own):

@@ -71,6 +71,8 @@ def prompt_stream(config: Config, records: Sequence[Record], tokenizer: Any, say
     longest = config.data.max_prompt_tokens
     prompts, dropped = render_prompts(records, tokenizer, max_prompt_tokens=longest, **wording(config))
     say(counted(len(prompts), "prompt") + (f"; left out: {dropped.report()}" if dropped.report() else ""))
+    if len(prompts) < config.algo.prompts:
+        say(f"fewer than a batch takes (algo.prompts = {config.algo.prompts}): a batch has some of them several times")
     return PromptStream(prompts, config.run.seed)
 
 

@@ -95,7 +95,8 @@ def _run(
 def gated(x_TK: Tensor, weight_MK: Tensor, tile: tuple[int, int, int] = GATED) -> Tensor:
     """silu(x gate^T) * (x up^T), [T, N], for gate's N rows and then up's."""
     out_TN = x_TK.new_empty(len(x_TK), len(weight_MK) // 2)
-    return _run(x_TK, weight_MK, out_TN, 1, True, tile, shared_bytes(x_TK.device) * tile[0] // 128)
+    room = shared_bytes(x_TK.device) * tile[0] // 128  # of 64 columns two programs on a multiprocessor
+    return _run(x_TK, weight_MK, out_TN, 1, True, tile, room)
 
 
 def summed_apart(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
