@@ -50,6 +50,7 @@ LADDER: list[tuple[str, str, dict[str, tuple[Any, Any]]]] = [
     ("ablation_not_all_right_1p5b", "attnrl_1p5b", {"algo.filter": ("not_all_right", "attention")}),  # Sec. 4.3
     # beyond the paper: another rule
     ("attnrl_residual_1p5b", "attnrl_1p5b", {"algo.rule": ("fci_residual", "fci")}),
+    ("attnrl_ratio_1p5b", "attnrl_1p5b", {"algo.rule": ("fci_ratio", "fci")}),
     ("attnrl_random_1p5b", "attnrl_1p5b", {"algo.rule": ("random_steps", "fci")}),
     ("attnrl_entropy_1p5b", "attnrl_1p5b", {"algo.rule": ("step_entropy", "fci")}),
     # Table 3: TreeRL, TreeRL one step off-policy
