@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ Item = tuple[str, Gold]
 MAX_TIMEOUT = 3600.0  # seconds
 MIN_MEMORY_MB = 256
 GOLD_CHECKS = 4096  # that are remembered
+
+WAKE_S = 1.0
 
 
 _verifiers: weakref.WeakSet[Verifier] = weakref.WeakSet()
@@ -157,6 +159,8 @@ class Verifier(AbstractContextManager["Verifier"]):
         return self._pool.submit({"answer": answer, "golds": golds})
 
     def _finish(self, waiting: _Waiting) -> Verdict:
+        while not wait([waiting.future], WAKE_S).done:  # a signal that comes just before a wait is seen after it
+            pass
         reply = waiting.future.result()
         if waiting.audit is None:
             return self._judged(waiting, reply)
