@@ -10,9 +10,9 @@ import torch
 import triton
 
 from attnrl.attention import paged_triton
-from attnrl.attention.layout import query_blocks
-from attnrl.attention.paged import QUERY_BLOCK, hopper
+from attnrl.attention.paged import hopper
 from attnrl.attention.pages import PAGE, cut, pages_for
+from attnrl.attention.trie import QUERY_BLOCK, query_blocks
 from attnrl.local import fused_triton, products_triton
 
 if hopper is not None:

@@ -56,6 +56,9 @@ for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "an
 
 
 class Const(int):
+    def __new__(cls, x):
+        return x if isinstance(x, float) else super().__new__(cls, x)
+
     @property
     def value(self):
         return int(self)
@@ -68,12 +71,18 @@ class Pointer:
     def __add__(self, other):
         return Pointer(self.data, self.at + other)
 
+    @property
+    def dtype(self):
+        return types.SimpleNamespace(element_ty=self.data.dtype)
+
     def _flat(self):
         return self.data.as_strided((self.data.untyped_storage().nbytes() // self.data.element_size(),), (1,), 0)
 
 
 def load(p, mask=True, other=0):
-    assert not isinstance(p.at, torch.Tensor)
+    if isinstance(p.at, torch.Tensor):
+        mask = torch.as_tensor(mask).expand(p.at.shape)
+        return tile(torch.where(mask, p._flat()[torch.where(mask, p.at, 0)], other))
     return Int(p._flat()[p.at]) if mask else Int(other)
 
 
@@ -164,7 +173,7 @@ class MBarrierLayout:
 
 class Descriptor:
     def __init__(self, base, shape, strides, block_shape, layout):
-        assert (base.data_ptr() % 16, strides[-1], strides[0] * 2 % 16) == (0, 1, 0)
+        assert (base.data_ptr() % 16, strides[-1], strides[0] * base.element_size() % 16) == (0, 1, 0)
         self.base, self.shape, self.strides, self.layout, self.dtype = base, shape, strides, layout, base.dtype
         self.block_type = types.SimpleNamespace(shape=[Const(n) for n in block_shape])
 
@@ -172,6 +181,7 @@ class Descriptor:
 def async_load(source, at, barrier, target):
     block = [int(n) for n in source.block_type.shape]
     assert block == [int(n) for n in target.shape], (block, target.shape)
+    assert int(at[1]) * source.base.element_size() % 16 == 0, "the copy engine would stop the kernel"
 
     def copy():
         flat = Pointer(source.base)._flat()
@@ -181,7 +191,7 @@ def async_load(source, at, barrier, target):
         place = source.base.storage_offset() + r * source.strides[0] + c
         x = flat[torch.where(inside, place, 0)]
         target.store(torch.where(inside, x, torch.zeros_like(x)))
-        barrier.change(bytes=-block[0] * block[1] * 2)
+        barrier.change(bytes=-block[0] * block[1] * source.base.element_size())
 
     program = local.program
     with program.moved:
@@ -334,6 +344,7 @@ def anything(*a, **k):
 
 def install() -> None:
     """Put this module's stand-ins where kernels import Gluon from; for the whole process."""
+    triton.runtime.jit.mangle_type(0)  # at its first use Triton looks up what is put aside here
     gl = {
         "constexpr": Const,
         "static_range": range,
@@ -357,6 +368,7 @@ def install() -> None:
         "reshape": lambda x, shape: x.reshape([int(n) for n in shape]),
         "exp2": torch.exp2,
         "exp": torch.exp,
+        "log2": torch.log2,
         "permute": lambda x, order: x.permute(order),
         "split": lambda x: (x[..., 0], x[..., 1]),
         "where": torch.where,

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from grids import on_hopper, run
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attnrl.attention.pages import ENDLESS, PAGE, LayerShape, PagePool, common_pages, cut, groups_of, pages_for
-
-HERE = Path(__file__).parent
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-    reason="needs a Hopper GPU; its source runs everywhere",
-)
-
-
-def run(script: str, *options: str, **env: str) -> list[dict[str, object]]:
-    """The JSON lines of a script in a process of its own: Triton reads TRITON_INTERPRET when kernels are defined."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / script), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def check_grid(rows: list[dict[str, object]]) -> None:
@@ -82,10 +58,13 @@ def test_kernels_compile_for_hopper_without_a_gpu() -> None:
 def test_hopper_kernel_on_a_cpu() -> None:
     pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
     rows = run("hopper_grid.py", "--cpu")
-    assert [row["items"] for row in rows] == [24, 36, 4]  # more than programs: each takes several in turn
+    assert [row["items"] for row in rows] == [24, 36, 4, 48, 30, 40]  # more than programs: each takes several in turn
+    assert not any(row["fits"] for row in rows[:3]), "a CPU is no Hopper GPU"
     for row in rows:
-        assert not row["fits"], "a CPU is no Hopper GPU"
         assert row["error"] < 2e-2, row  # type: ignore[operator]
+    for row in rows[3:]:
+        assert row["fits"] == [False] * 4, row
+        assert row["lse"] < 1e-4, row  # type: ignore[operator]
 
 
 def test_hopper_gate_and_up_on_a_cpu() -> None:
@@ -117,22 +96,29 @@ def test_hopper_gate_and_up_compiled() -> None:
 @on_hopper
 def test_hopper_kernel_compiled() -> None:
     rows = run("hopper_grid.py")
-    assert len(rows) == 6
+    assert len(rows) == 12
+    assert all(row["fits"] for row in rows[:6])
     for row in rows:
-        assert row["fits"], row
         assert row["error"] < 3e-2, row  # type: ignore[operator]
+    for row in rows[6:]:
+        assert row["fits"] == [True, False, False, False], row
+        assert row["lse"] < 1e-3, row  # type: ignore[operator]
 
 
 def test_hopper_kernel_compiles_without_a_gpu() -> None:
     pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
-    [built] = run("compile_hopper.py")
-    for head, kernel in built.items():
-        assert kernel["threads"] == 384, head  # type: ignore[index]
-        assert kernel["shared"] < 227 * 1024, head  # type: ignore[index]
-        assert kernel["products"] > 0, head  # type: ignore[index]
-        assert kernel["copies"] == 2 * int(head) // 64 * (4 + 1), head  # type: ignore[index]
-        assert kernel["wide_stores"] == int(head) // 8, head  # type: ignore[index]
-        assert kernel["registers"] >= 216, head  # type: ignore[index]  # what keeps the loop from spilling
+    kernels = run("compile_hopper.py")
+    assert [(k["head"], k["packed"]) for k in kernels] == [(64, False), (128, False), (64, True), (128, True)]
+    for kernel in kernels:
+        head = int(kernel["head"])  # type: ignore[call-overload]
+        assert kernel["threads"] == 384, kernel
+        assert kernel["shared"] < 227 * 1024, kernel  # type: ignore[operator]
+        assert kernel["products"] > 0, kernel  # type: ignore[operator]
+        parts = 2 if kernel["packed"] else 4  # whole tiles, in the loop and in its first turn ahead of it; or pages
+        assert kernel["copies"] == 2 * head // 64 * (parts + 1), kernel
+        assert kernel["wide_stores"] == head // 8, kernel
+        assert kernel["lse_stores"] == (4 if kernel["packed"] else 0), kernel  # two rows a thread, two warpgroups
+        assert kernel["registers"] >= 216, kernel  # type: ignore[operator]  # what keeps the loop from spilling
 
 
 def test_pages_are_held_shared_and_let_go() -> None:

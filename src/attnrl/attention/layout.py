@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from attnrl.attention.paged import QUERY_BLOCK, PagedPrefill
+from attnrl.attention.paged import PagedPrefill
 from attnrl.attention.pages import PAGE, Ints, PagePool, Pages, pages_for, sent, slots_of
-from attnrl.attention.trie import Trie
+from attnrl.attention.trie import Trie, query_blocks
 from attnrl.types import Ids
 
 
@@ -44,29 +44,21 @@ def lay_out(
     return pages, prefill_attention(pool, pages, slots_P[offset:], np.concatenate(copied, 1), blocks)
 
 
-def query_blocks(first: int, start: int, stop: int, path: int) -> Ints:
-    """Blocks of the packed queries from `first` on, at positions `start` to `stop` of a path: [B, 4].
-
-    >>> query_blocks(10, 100, 170, 3).tolist()
-    [[10, 64, 100, 3], [74, 6, 164, 3]]
-    """
-    starts = np.arange(start, stop, QUERY_BLOCK)
-    counts = np.minimum(QUERY_BLOCK, stop - starts)
-    return np.stack([first + starts - start, counts, starts, np.full(len(starts), path)], 1)
-
-
 def prefill_attention(
     pool: PagePool, pages: list[Pages], slots_T: Ints, copied_2X: Ints, blocks: list[Ints]
 ) -> PagedPrefill:
-    """The attention of a prefill, on the pool's device; the longest blocks first."""
+    """The attention of a prefill, on the pool's device; the longest blocks first. `blocks`: of each run."""
     table_NM = np.zeros((len(pages), max(map(len, pages))), np.int32)
     for row, held in zip(table_NM, pages, strict=True):
         row[: len(held)] = held
-    blocks_B4 = np.concatenate(blocks or [np.zeros((0, 4), np.int64)]).astype(np.int32)
-    blocks_B4 = blocks_B4[np.argsort(-blocks_B4[:, 2], kind="stable")]
-    slots, table, block = (sent(a, pool.device) for a in (slots_T, table_NM, blocks_B4))
+    none = np.zeros((0, 4), np.int64)
+    lasts = enumerate(block[-1] for block in blocks)
+    ends = [np.array([[i, 1, position + count - 1, path]]) for i, (_, count, position, path) in lasts]
+    blocks_B4, ends_N4 = (np.concatenate([none, *parts]).astype(np.int32) for parts in (blocks, ends))
+    sorted_B4, sorted_N4 = (b[np.argsort(-b[:, 2], kind="stable")] for b in (blocks_B4, ends_N4))
+    slots, table, *laid_out = (sent(a, pool.device) for a in (slots_T, table_NM, sorted_B4, sorted_N4))
     copies = None
     if copied_2X.shape[1]:
         source, target = sent(copied_2X, pool.device)
         copies = (source, target)
-    return PagedPrefill(pool, slots, copies, table, block)
+    return PagedPrefill(pool, slots, copies, table, *laid_out)

@@ -7,7 +7,7 @@ longest row or path, J paths, B query blocks. Without Triton the pages are gathe
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnrl.attention.interface import Layer
 from attnrl.attention.pages import PAGE, PagePool
+from attnrl.attention.trie import QUERY_BLOCK
 
 try:
     from attnrl.attention import paged_triton
@@ -34,9 +35,6 @@ def has_kernels(device: torch.device) -> bool:
     return kernels is not None and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
-QUERY_BLOCK = 64  # queries of one block of a prefill
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedDecode:
     """One token a row. Rows beyond the running ones stand at position 0 of page 0."""
@@ -49,6 +47,10 @@ class PagedDecode:
     shared_I5: Tensor | None
     splits_R: Tensor | None
     scratch: tuple[Tensor, Tensor] | None
+
+    def at_ends(self) -> PagedDecode:
+        """A row's one token is its last."""
+        return self
 
     def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The attention output [R, 1, H, E] for q [R, H, 1, D] and k, v [R, K, 1, D], as transformers asks for it."""
@@ -93,6 +95,11 @@ class PagedPrefill:
     copies: tuple[Tensor, Tensor] | None  # slots: from, to
     table_JM: Tensor  # int32
     blocks_B4: Tensor  # int32: first packed query, queries, position of the first, path
+    ends_N4: Tensor  # as blocks, for the last query of each run alone
+
+    def at_ends(self) -> PagedPrefill:
+        """The same for the last queries of the runs alone, in their order."""
+        return replace(self, blocks_B4=self.ends_N4)
 
     def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The attention output [1, T, H, E] for q [1, H, T, D] and k, v [1, K, T, D], as transformers asks for it."""

@@ -22,11 +22,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from attnrl.attention.decoder import lone_from
+from attnrl.attention.flash import FLASH, flash
 from attnrl.attention.interface import Layer, attending
 from attnrl.attention.trie import Runs, apart
 from attnrl.errors import ConfigError
 
-FLASH, SDPA, BLOCKS = "flash_varlen", "sdpa_per_sequence", "torch_blocks"
+SDPA, BLOCKS = "sdpa_per_sequence", "torch_blocks"
 FLASH_MAX_HEAD = 256  # largest head size of the aten flash kernels
 BLOCK = 512  # query rows at a time where scores are built by hand
 FUSED_ONLY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
@@ -60,7 +61,8 @@ class PathAttention:
         """The attention output [1, T, H, V] for q [1, H, T, D], k [1, K, T, D] and v [1, K, T, V]."""
         if q.shape[0] != 1:
             raise ConfigError(f"packed attention takes one row, input_ids [1, T]; the model got {q.shape[0]}")
-        q_THD, k_TKD, v_TKV = (x[0].transpose(0, 1) for x in (q, k, v))
+        # squeezed: the gradient of [0] would be a copy
+        q_THD, k_TKD, v_TKV = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
         if len(q_THD) != sum(self.runs.fresh):
             raise ConfigError(f"the pack has {sum(self.runs.fresh)} tokens, the model got {len(q_THD)}")
         longest = max(self.runs.lengths)
@@ -95,8 +97,9 @@ def attention_kind(
 ) -> str:
     """The attention implementation that a layer of this shape gets.
 
-    `flash_varlen`: one aten flash kernel over the pack (CUDA, half precision). `sdpa_per_sequence`: torch's fused
-    attention, sequence by sequence. `torch_blocks`: scores by query blocks, for a window or a soft-cap without flash.
+    `flash_varlen`: one flash kernel over the pack (CUDA, half precision), on Hopper GPUs ours where it fits
+    (`hopper_paths`). `sdpa_per_sequence`: torch's fused attention, sequence by sequence. `torch_blocks`: scores by
+    query blocks, for a window or a soft-cap without flash.
 
     >>> attention_kind("cuda", torch.bfloat16, 128), attention_kind("cpu", torch.float32, 64)
     ('flash_varlen', 'sdpa_per_sequence')
@@ -130,8 +133,7 @@ def attend(
         # one gather for all runs: gathering run by run would make a gradient of T tokens for each
         k_SKD, v_SKV = k_TKD.index_select(0, runs.paths_S), v_TKV.index_select(0, runs.paths_S)
     if kind == FLASH:
-        out_THV, lse_HT = _flash(q_THD, k_SKD, v_SKV, runs, scale, window)
-        return out_THV, lse_HT, kind
+        return flash(q_THD, k_SKD, v_SKV, runs, scale, window)
     groups = q_THD.shape[1] // k_SKD.shape[1]
     k_SHD = k_SKD.repeat_interleave(groups, 1) if groups > 1 else k_SKD
     v_SHV = v_SKV.repeat_interleave(groups, 1) if groups > 1 else v_SKV
@@ -144,31 +146,6 @@ def attend(
             out = _fused(q, k, v, scale) if kind == SDPA else _by_blocks(q, k, v, scale, window, softcap)
             outs.append(out.transpose(0, 1))
     return torch.cat(outs), None, kind
-
-
-def _flash(
-    q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, runs: Runs, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """One flash kernel over all runs; with fewer queries than keys its causal mask is aligned to the last of both."""
-    head, value = q_THD.shape[-1], v_SKV.shape[-1]
-    wide = -(-head // 8) * 8  # the kernel takes multiples of 8; zeros change neither scores nor outputs
-    q, k = (F.pad(x, (0, wide - head)) if wide > head else x for x in (q_THD, k_SKD))
-    v = F.pad(v_SKV, (0, wide - value)) if wide > value else v_SKV
-    out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        *runs.ends(q.device),
-        max(runs.fresh),
-        max(runs.lengths),
-        0.0,
-        window is None,
-        False,
-        scale=scale,
-        window_size_left=-1 if window is None else window - 1,
-        window_size_right=-1 if window is None else 0,
-    )
-    return out[..., :value], lse_HT
 
 
 def _fused(q_HTD: Tensor, k_HSD: Tensor, v_HSV: Tensor, scale: float) -> Tensor:

@@ -1,12 +1,14 @@
-"""Attention of packed queries along paths of pages (`paged_triton.paths`) for Hopper GPUs, scheduled by hand in Gluon.
+"""Attention of packed queries along paths for Hopper GPUs, scheduled by hand in Gluon.
+
+A path's keys and values lie in pages (`paths`, as `paged_triton.paths`) or end to end (`packed`).
 
 Half precision, head sizes 64 and 128, no window. Two warpgroups read each key and value of a tile once from shared
-memory, each for 64 queries of one of two heads of a group; a warp of its own has the copy engine bring pages ahead of
+memory, each for 64 queries of one of two heads of a group; a warp of its own has the copy engine bring tiles ahead of
 their use. While the tensor cores multiply the scores of a tile and the values of the tile before, the exponentials of
 another are computed. A program takes one item after the other, so that the next one's first tiles come meanwhile.
 
-Shapes: T packed queries, H query heads, K key/value heads, G = H / K, D head size, M pages of the longest path, J
-paths, B query blocks, BN keys of a tile.
+Shapes: T packed queries, S keys end to end, H query heads, K key/value heads, G = H / K, D head size, M pages of the
+longest path, J paths, B query blocks, BN keys of a tile.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
@@ -33,6 +35,8 @@ from attnrl.attention.paged_triton import LOG2E
 PAGE = gl.constexpr(pages.PAGE)
 ROWS = gl.constexpr(64)  # queries of a warpgroup
 HALF = gl.constexpr(64)  # columns of a copy: as wide as its swizzle
+LN2 = gl.constexpr(1 / LOG2E)
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 REGISTERS = gl.constexpr(40)  # of the copying warp's threads; those that multiply share the rest
 
 
@@ -65,26 +69,26 @@ def _heads(item, G: gl.constexpr, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def _boxes(ring):
-    """A ring's tiles [BN, D] as the boxes [PAGE, 64] that they are made of: by slot, half of the columns, page."""
-    boxes: gl.constexpr = ring.shape[0] * ring.shape[1] * ring.shape[2] // (PAGE * HALF)
-    return view(ring, ring.dtype, [boxes, PAGE, HALF], ring.layout)
+def _boxes(ring, LONG: gl.constexpr):
+    """A ring's tiles [BN, D] as the boxes [LONG, 64] that they are made of: by slot, half of the columns, rows."""
+    boxes: gl.constexpr = ring.shape[0] * ring.shape[1] * ring.shape[2] // (LONG * HALF)
+    return view(ring, ring.dtype, [boxes, LONG, HALF], ring.layout)
 
 
 @gluon.jit
-def _bring(source, boxes, arrived, slot, rows, PARTS: gl.constexpr, D: gl.constexpr):
-    """Start the copies of a tile's pages into their slot of the ring."""
-    mbarrier.expect(arrived, PARTS * PAGE * D * 2)
+def _bring(source, boxes, arrived, slot, rows, column, PARTS: gl.constexpr, D: gl.constexpr):
+    """Start the copies of a tile's parts, from `column` on, into their slot of the ring."""
+    mbarrier.expect(arrived, PARTS * boxes.shape[1] * D * 2)
     for half in gl.static_range(D // HALF):
         for i in gl.static_range(PARTS):
             box = boxes.index((slot * (D // HALF) + half) * PARTS + i)
-            copy_in(source, [rows[i], half * HALF], arrived, box)
+            copy_in(source, [rows[i], column + half * HALF], arrived, box)
 
 
 @gluon.jit
 def _produce(
     sources, rings, barriers, TABLE, BLOCKS, table_pitch, items, turns, K: gl.constexpr, G: gl.constexpr,
-    WIDE: gl.constexpr,
+    WIDE: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
     """The warp that has the copy engine bring queries, and every tile of keys and values in turn."""
     queries, keys, values = sources
@@ -93,14 +97,17 @@ def _produce(
     STAGES: gl.constexpr = k.shape[0]
     BN: gl.constexpr = k.shape[1]
     D: gl.constexpr = k.shape[2]
-    PARTS: gl.constexpr = BN // PAGE
-    k_boxes = _boxes(k)
-    v_boxes = _boxes(v)
+    LONG: gl.constexpr = keys.block_type.shape[0]
+    PARTS: gl.constexpr = BN // LONG
+    k_boxes = _boxes(k, LONG)
+    v_boxes = _boxes(v, LONG)
     done = 0  # tiles of earlier items
     first, count, position, path = _block(BLOCKS, _nth(0), items, WIDE)
     for turn in range(turns):
         kv, head, _second = _heads(_nth(turn), G, WIDE)
         table = TABLE + path.to(gl.int64) * table_pitch
+        start = 0 if PAGED else gl.load(table)
+        column = 0 if PAGED else kv * D
         begin = first
         end = position + count
         tiles = gl.cdiv(end, BN)
@@ -111,16 +118,19 @@ def _produce(
             rows = ()
             for i in gl.static_range(PARTS):
                 nth = tile * PARTS + i
-                rows += ((gl.load(table + nth, mask=nth * PAGE < end, other=0) * K + kv) * PAGE,)
+                if PAGED:
+                    rows += ((gl.load(table + nth, mask=nth * PAGE < end, other=0) * K + kv) * PAGE,)
+                else:
+                    rows += (start + nth * LONG,)
             mbarrier.wait(k_empty.index(slot), free)
-            _bring(keys, k_boxes, k_full.index(slot), slot, rows, PARTS, D)
+            _bring(keys, k_boxes, k_full.index(slot), slot, rows, column, PARTS, D)
             if tile == 0:
                 for w in gl.static_range(2):
                     mbarrier.wait(q_empty.index(w), (turn & 1) ^ 1)
                     mbarrier.expect(q_full.index(w), ROWS * D * 2)
                     copy_in(queries, [begin, (head + w) * D], q_full.index(w), q.index(w))
             mbarrier.wait(v_empty.index(slot), free)
-            _bring(values, v_boxes, v_full.index(slot), slot, rows, PARTS, D)
+            _bring(values, v_boxes, v_full.index(slot), slot, rows, column, PARTS, D)
         done += tiles
 
 
@@ -140,7 +150,7 @@ def _weigh(s, top, total, scale2, query, key, MASK: gl.constexpr):
 
 @gluon.jit
 def _clear(boxes, slot, at, end, PARTS: gl.constexpr, D: gl.constexpr):
-    """Zero the values of a tile past `end`: what was never written may be NaN, and NaN times 0 is NaN.
+    """Zero the values of a tile past `end`: what is not of the path may be NaN, and NaN times 0 is NaN.
 
     Both warpgroups do so, each before its own product: they write the same.
     """
@@ -175,7 +185,7 @@ def _idle(barriers, done, tiles, swaps, w: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _attend(rings, barriers, position, end, scale2, done, tiles, swaps, w: gl.constexpr):
-    """Attention of 64 queries, the first of them at `position`, over all tiles up to `end`: [64, D]."""
+    """Attention of 64 queries, the first of them at `position`, over all tiles up to `end`: [64, D] and log-sum-exp."""
     q, k, v = rings
     _, q_empty, k_full, k_empty, v_full, v_empty, baton = barriers
     STAGES: gl.constexpr = k.shape[0]
@@ -227,18 +237,19 @@ def _attend(rings, barriers, position, end, scale2, done, tiles, swaps, w: gl.co
     mbarrier.arrive(q_empty.index(w))
     slot = (done + tiles - 1) % STAGES
     if end % BN != 0:
-        _clear(_boxes(v), slot, (tiles - 1) * BN, end, BN // PAGE, D)
+        _clear(_boxes(v, PAGE), slot, (tiles - 1) * BN, end, BN // PAGE, D)
     sums = warpgroup_mma(p, v.index(slot), o, is_async=True)
-    norm = gl.convert_layout(1.0 / gl.sum(total, 1), o_row)
+    whole = gl.sum(total, 1)
+    norm = gl.convert_layout(1.0 / whole, o_row)
+    lse = (top * scale2 + gl.log2(gl.convert_layout(whole, top.type.layout))) * LN2
     o = warpgroup_mma_wait(0, deps=[sums])
     mbarrier.arrive(v_empty.index(slot))
-    return (o * norm[:, None]).to(k.dtype)
+    return (o * norm[:, None]).to(k.dtype), lse
 
 
 @gluon.jit
 def _consume(
-    rings, staged, barriers, BLOCKS, OUT, out_pitch, scale2, items, turns, G: gl.constexpr, WIDE: gl.constexpr,
-    w: gl.constexpr,
+    rings, staged, barriers, BLOCKS, outs, scale2, items, turns, G: gl.constexpr, WIDE: gl.constexpr, w: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 queries of one head of every item of this program."""
     STAGES: gl.constexpr = rings[1].shape[0]
@@ -247,6 +258,7 @@ def _consume(
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
     e = gl.arange(0, D, layout=gl.SliceLayout(0, wide))
+    OUT, LSE, out_pitch, lse_pitch = outs
     mine = staged.index(w)
     q_full = barriers[0]
     done = 0  # tiles of earlier items
@@ -261,7 +273,11 @@ def _consume(
         next_first, next_count, next_position, _path = _block(BLOCKS, _nth(turn + 1), items, WIDE)
         mbarrier.wait(q_full.index(w), turn & 1)
         if second if w else count > 0:
-            mine.store(_attend(rings, barriers, position, end, scale2, done, tiles, done - turn, w))
+            x, lse = _attend(rings, barriers, position, end, scale2, done, tiles, done - turn, w)
+            mine.store(x)
+            if LSE is not None:
+                row = gl.arange(0, ROWS, layout=lse.type.layout)
+                gl.store(LSE + (head + w) * lse_pitch + first + row, lse, mask=row < count)
             place = (first.to(gl.int64) + m)[:, None] * gl.multiple_of(out_pitch, 16) + ((head + w) * D + e)[None, :]
             gl.store(OUT + place, mine.load(wide), mask=(m < count)[:, None])
         else:
@@ -269,12 +285,15 @@ def _consume(
         done += tiles
 
 
-@gluon.jit(do_not_specialize=["table_pitch", "items"])
+@gluon.jit(do_not_specialize=["table_pitch", "lse_pitch", "items"])
 def _paths(
-    queries, keys, values, TABLE, BLOCKS, OUT, scale2, out_pitch, table_pitch, items,
+    queries, keys, values, TABLE, BLOCKS, OUT, LSE, scale2, out_pitch, table_pitch, lse_pitch, items,
     K: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """An item is a block of queries and two heads of a group, the last of an odd group alone."""
+    """An item is a block of queries and two heads of a group, the last of an odd group alone.
+
+    TABLE: a path's pages; with an LSE to write, where its keys start.
+    """
     D: gl.constexpr = queries.block_type.shape[1]
     WIDE: gl.constexpr = K * ((G + 1) // 2)  # items of a block
     element: gl.constexpr = queries.dtype
@@ -292,13 +311,14 @@ def _paths(
     fence_async_shared()
     turns = items // gl.num_programs(0)
     turns += (_nth(turns) < items).to(gl.int32)
+    outs = (OUT, LSE, out_pitch, lse_pitch)
     gl.warp_specialize(
         [
-            (_consume, (rings, staged, barriers, BLOCKS, OUT, out_pitch, scale2, items, turns, G, WIDE, 0)),
-            (_consume, (rings, staged, barriers, BLOCKS, OUT, out_pitch, scale2, items, turns, G, WIDE, 1)),
+            (_consume, (rings, staged, barriers, BLOCKS, outs, scale2, items, turns, G, WIDE, 0)),
+            (_consume, (rings, staged, barriers, BLOCKS, outs, scale2, items, turns, G, WIDE, 1)),
             (
                 _produce,
-                (sources, rings, barriers, TABLE, BLOCKS, table_pitch, items, turns, K, G, WIDE),
+                (sources, rings, barriers, TABLE, BLOCKS, table_pitch, items, turns, K, G, WIDE, LSE is None),
             ),
         ],
         [4, 1],
@@ -306,22 +326,59 @@ def _paths(
     )
 
 
-def fits(q_THD: Tensor, keys: Tensor, values: Tensor, window: int | None) -> bool:
-    """Whether this kernel can run on these tensors."""
-    if not q_THD.is_cuda or torch.cuda.get_device_capability(q_THD.device)[0] != 9:
-        return False
-    tokens, heads, dim = q_THD.shape
+def _reads(x_THD: Tensor) -> bool:
+    """Whether the copy engine can read these rows: heads end to end, rows as far apart as they like."""
+    row, *inner = x_THD.stride()
+    return inner == [x_THD.shape[2], 1] and row % 8 == 0 and bool(x_THD.data_ptr() % 16 == 0)
+
+
+def _suits(q_THD: Tensor, kv_heads: int) -> bool:
+    """Whether this kernel can run for these queries."""
     return (
-        window is None
-        and tokens > 0
+        q_THD.is_cuda
+        and torch.cuda.get_device_capability(q_THD.device)[0] == 9
         and q_THD.dtype in (torch.bfloat16, torch.float16)
-        and dim in (64, 128)
-        and keys.shape == values.shape
-        and heads > keys.shape[1]
-        and q_THD.stride()[1:] == (dim, 1)
-        and q_THD.stride(0) % 8 == 0
-        and q_THD.data_ptr() % 16 == 0
+        and q_THD.shape[0] > 0
+        and q_THD.shape[1] > kv_heads
+        and q_THD.shape[2] in (64, 128)
+        and _reads(q_THD)
     )
+
+
+def fits(q_THD: Tensor, keys: Tensor, values: Tensor, window: int | None) -> bool:
+    """Whether `paths` can run on these tensors."""
+    return window is None and keys.shape == values.shape and _suits(q_THD, keys.shape[1])
+
+
+def packed_fits(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> bool:
+    """Whether `packed` can run on these tensors."""
+    alike = all(x.dtype == q_THD.dtype and x.shape[2] == q_THD.shape[2] and _reads(x) for x in (k_SKD, v_SKD))
+    return alike and k_SKD.shape == v_SKD.shape and _suits(q_THD, k_SKD.shape[1])
+
+
+def _launch(
+    q_THD: Tensor,
+    boxes: list[TensorDescriptor],
+    table: Tensor,
+    blocks_B4: Tensor,
+    out: Tensor,
+    lse_HT: Tensor | None,
+    kv_heads: int,
+    scale: float,
+    programs: int | None,
+    tile: tuple[int, int],
+) -> None:
+    """Write `out`, and `lse_HT` where keys lie end to end."""
+    tokens, heads, dim = q_THD.shape
+    groups = heads // kv_heads
+    queries = TensorDescriptor(q_THD, [tokens, heads * dim], [q_THD.stride(0), 1], [ROWS.value, dim], LAYOUT)
+    items = kv_heads * ((groups + 1) // 2) * blocks_B4.shape[0]
+    programs = programs or torch.cuda.get_device_properties(q_THD.device).multi_processor_count
+    _paths[(min(items, programs),)](
+        queries, *boxes, table, blocks_B4, out, lse_HT, scale * LOG2E, out.stride(0), table.stride(0),
+        None if lse_HT is None else lse_HT.stride(0), items,
+        K=kv_heads, G=groups, BN=tile[0], STAGES=tile[1], num_warps=4,
+    )  # fmt: skip
 
 
 def paths(
@@ -340,17 +397,34 @@ def paths(
     Blocks have at most 64 queries and get shorter. `programs`: as many as multiprocessors; `tile`: keys, stages.
     """
     tokens, heads, dim = q_THD.shape
-    kv_heads = keys.shape[1]
-    groups = heads // kv_heads
+    rows = keys.shape[0] * keys.shape[1] * pages.PAGE
+    box = [pages.PAGE, HALF.value]
+    boxes = [TensorDescriptor(x, [rows, dim], [dim, 1], box, LAYOUT) for x in (keys, values)]
     out_TW = q_THD.new_empty(tokens, heads * dim)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    rows = keys.shape[0] * kv_heads * pages.PAGE
-    boxes = [TensorDescriptor(x, [rows, dim], [dim, 1], [pages.PAGE, HALF.value], layout) for x in (keys, values)]
-    queries = TensorDescriptor(q_THD, [tokens, heads * dim], [q_THD.stride(0), 1], [ROWS.value, dim], layout)
-    items = kv_heads * ((groups + 1) // 2) * blocks_B4.shape[0]
-    programs = programs or torch.cuda.get_device_properties(q_THD.device).multi_processor_count
-    _paths[(min(items, programs),)](
-        queries, *boxes, table_JM, blocks_B4, out_TW, scale * LOG2E, out_TW.stride(0), table_JM.stride(0), items,
-        K=kv_heads, G=groups, BN=tile[0], STAGES=tile[1], num_warps=4,
-    )  # fmt: skip
+    _launch(q_THD, boxes, table_JM, blocks_B4, out_TW, None, keys.shape[1], scale, programs, tile)
     return out_TW
+
+
+def packed(
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    starts_J: Tensor,
+    blocks_B4: Tensor,
+    *,
+    scale: float,
+    programs: int | None = None,
+    tile: tuple[int, int] = (128, 2),
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of packed queries along paths whose keys lie end to end: [T, H, D], and log-sum-exp [H, T].
+
+    `starts_J`: the row of a path's first key; blocks, `programs` and `tile` as for `paths`.
+    """
+    tokens, heads, dim = q_THD.shape
+    rows, kv_heads = k_SKD.shape[:2]
+    box = [tile[0], HALF.value]
+    boxes = [TensorDescriptor(x, [rows, kv_heads * dim], [x.stride(0), 1], box, LAYOUT) for x in (k_SKD, v_SKD)]
+    out_THD = q_THD.new_empty(tokens, heads, dim)
+    lse_HT = q_THD.new_empty(heads, tokens, dtype=torch.float32)
+    _launch(q_THD, boxes, starts_J, blocks_B4, out_THD, lse_HT, kv_heads, scale, programs, tile)
+    return out_THD, lse_HT

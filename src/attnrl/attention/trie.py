@@ -4,12 +4,13 @@ All samples of a prompt start with it, and branches repeat their trunk up to the
 adds only what the one before it has not: its run. So a single walk finds the trie, and the last sequence of one pass
 (carried, with its keys and values) is enough to share with the next, wherever the passes are cut.
 
-Shapes: T tokens laid out, P carried tokens and those, S tokens of all paths (each sequence in full).
+Shapes: T tokens laid out, P carried tokens and those, S tokens of all paths (each sequence in full), J paths, B query
+blocks, I key blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Array = NDArray[Any]
+QUERY_BLOCK, KEY_BLOCK = 64, 128  # queries, and keys, of one block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,14 +33,87 @@ class Runs:
     fresh: tuple[int, ...]  # they add up to T
     lengths: tuple[int, ...]  # they add up to S
     paths_S: Tensor | None = None  # int64, into T; None: nothing is shared, paths lie end to end
-    _ends: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _made: dict[tuple[str, torch.device], tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def ends(self, device: torch.device) -> tuple[Tensor, ...]:
         """Cumulative new tokens and lengths, from 0, [runs + 1] each, int32, on the device."""
-        if device not in self._ends:
-            made = [torch.tensor([0, *n]).cumsum(0).to(device, torch.int32) for n in (self.fresh, self.lengths)]
-            self._ends[device] = (made[0], made[1])
-        return self._ends[device]
+        return self._kept("ends", device, lambda: [_summed(self.fresh), _summed(self.lengths)])
+
+    def blocks(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The first key of each path [J], `path_blocks`, `key_blocks` and `block_slots`, int32, on the device."""
+        both = self.fresh, self.lengths
+        tables = (path_blocks, key_blocks)
+        return self._kept(
+            "blocks",
+            device,
+            lambda: [_summed(self.lengths)[:-1], *(table(*both) for table in tables), block_slots(self.fresh)],
+        )
+
+    def _kept(self, name: str, device: torch.device, make: Callable[[], list[Array]]) -> tuple[Tensor, ...]:
+        if (name, device) not in self._made:
+            made = (torch.from_numpy(array.astype(np.int32)).to(device) for array in make())
+            self._made[name, device] = tuple(made)
+        return self._made[name, device]
+
+
+def _summed(counts: Sequence[int]) -> Array:
+    return np.cumsum([0, *counts])
+
+
+def query_blocks(first: int, start: int, stop: int, path: int) -> Array:
+    """Blocks of the packed queries from `first` on, at positions `start` to `stop` of a path: [B, 4].
+
+    >>> query_blocks(10, 100, 170, 3).tolist()
+    [[10, 64, 100, 3], [74, 6, 164, 3]]
+    """
+    starts = np.arange(start, stop, QUERY_BLOCK)
+    counts = np.minimum(QUERY_BLOCK, stop - starts)
+    return np.stack([first + starts - start, counts, starts, np.full(len(starts), path)], 1)
+
+
+def path_blocks(fresh: Sequence[int], lengths: Sequence[int]) -> Array:
+    """The query blocks of all runs, those with the most keys first: [B, 4].
+
+    >>> path_blocks([2, 70], [100, 70]).tolist()
+    [[0, 2, 98, 0], [66, 6, 64, 1], [2, 64, 0, 1]]
+    """
+    runs = enumerate(zip(_summed(fresh), fresh, lengths, strict=False))
+    blocks = np.concatenate([query_blocks(first, length - new, length, i) for i, (first, new, length) in runs])
+    return blocks[np.argsort(-blocks[:, 2], kind="stable")]
+
+
+def key_blocks(fresh: Sequence[int], lengths: Sequence[int]) -> Array:
+    """Blocks of keys, those that the most queries see first: [I, 6].
+
+    Of each: its first key among those of all paths, that key's position, and of its path's queries the first, that
+    one's position, their number, and the slot of the first.
+
+    >>> key_blocks([2, 70], [130, 70]).tolist()
+    [[130, 0, 2, 0, 70, 64], [0, 0, 0, 128, 2, 0], [128, 128, 0, 128, 2, 0]]
+    """
+    rows = []
+    runs = zip(_summed(lengths), _summed(fresh), _slot_starts(fresh), fresh, lengths, strict=False)
+    for key, first, slot, new, length in runs:
+        at = np.arange(0, length, KEY_BLOCK)
+        about = (np.full(len(at), n) for n in (first, length - new, new, slot))
+        rows.append(np.stack([key + at, at, *about], 1))
+    blocks = np.concatenate(rows)
+    seeing = blocks[:, 4] - np.maximum(blocks[:, 1] - blocks[:, 3], 0)
+    return blocks[np.argsort(-seeing, kind="stable")]
+
+
+def block_slots(fresh: Sequence[int]) -> Array:
+    """Where each query stands when every run begins with a block of its own: [T].
+
+    >>> block_slots([2, 65, 1]).tolist() == [0, 1, *range(64, 129), 192]
+    True
+    """
+    starts = zip(_slot_starts(fresh), fresh, strict=False)
+    return np.concatenate([slot + np.arange(new) for slot, new in starts])
+
+
+def _slot_starts(fresh: Sequence[int]) -> Array:
+    return _summed([-(-new // QUERY_BLOCK) * QUERY_BLOCK for new in fresh])
 
 
 def apart(lengths: Sequence[int]) -> Runs:

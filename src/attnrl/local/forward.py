@@ -18,9 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnrl.attention.decoder import evaluating, vocabulary_of
 from attnrl.attention.interface import Layer, attending
-from attnrl.attention.layout import prefill_attention, query_blocks
+from attnrl.attention.layout import prefill_attention
 from attnrl.attention.paged import has_kernels
 from attnrl.attention.pages import LayerShape, PagePool, pages_for, slots_of
+from attnrl.attention.trie import query_blocks
 from attnrl.errors import ConfigError
 from attnrl.local.draw import draw
 from attnrl.local.fused import FusedDecoder, Recorded, agrees, fuse
@@ -107,7 +108,9 @@ class Forward:
             self.fused.release()
 
     def logits(self, tokens_T: Tensor, positions_T: Tensor, plan: Any, ends: Tensor | None) -> Tensor:
-        """Next-token logits after the packed tokens `ends` of a prefill, or after every row's token."""
+        """Next-token logits after the packed tokens `ends`, the last of their runs, of a prefill, or after every row's
+        token; by the fused forward also after every token of a prefill.
+        """
         if self.fused is not None:
             hidden = self.fused.hidden(tokens_T, positions_T, plan, ends)
             logits: Tensor = self.model.get_output_embeddings()(hidden)
@@ -145,7 +148,7 @@ class Forward:
         with sampling_mode(self.model):
             theirs = self.logits(tokens, positions, own, positions)
             fused.settings, self.fused = own.settings, fused
-            ours = self.logits(tokens, positions, own.plan, positions)
+            ours = self.logits(tokens, positions, own.plan, None)
         wide = theirs.dtype == torch.float32 or not widens(self.model)
         self.fused = fused if agrees(ours, theirs, truth=None if wide else truth) else None
 

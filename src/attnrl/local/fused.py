@@ -42,6 +42,7 @@ class Paged(Protocol):
     @property
     def slots_T(self) -> Tensor: ...
     def stored(self, layer: int) -> None: ...
+    def at_ends(self) -> Paged: ...
     def read(self, layer: int, q: Tensor, scaling: float, window: int | None) -> Tensor: ...
 
 
@@ -179,9 +180,9 @@ class FusedDecoder:
             layer.gate_up.release()
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: Paged, ends: Tensor | None = None) -> Tensor:
-        """Final hidden states, normed: [T, W], or those of the tokens `ends` alone.
+        """Final hidden states, normed: [T, W], or those of the tokens `ends`, the last of their runs, alone.
 
-        Of other tokens the last layer leaves keys and values, and what follows its attention is not computed.
+        Of other tokens the last layer leaves keys and values alone.
         """
         kernels = self.kernels
         x_TW = self.base.embed_tokens(tokens_T)
@@ -196,10 +197,10 @@ class FusedDecoder:
             keys, values = plan.pool.keys[i], plan.pool.values[i]
             kernels.rotate_store(q_TX, k_TX, v_TX, cos_TD, sin_TD, plan.slots_T, keys, values, layer.norms())
             plan.stored(i)
-            q_THD = q_TX.unflatten(1, (layer.heads, layer.dim))
-            seen_TX = plan.read(i, q_THD, *self.settings[i])
+            q_THD, reading = q_TX.unflatten(1, (layer.heads, layer.dim)), plan
             if ends is not None and i == len(self.layers) - 1:
-                x_TW, seen_TX = x_TW[ends], seen_TX[ends]
+                x_TW, q_THD, reading = x_TW[ends], q_THD[ends], plan.at_ends()
+            seen_TX = reading.read(i, q_THD, *self.settings[i])
             norm = layer.module.post_attention_layernorm
             seen = self._summed(attention.o_proj, seen_TX)
             x_TW, normed_TW = kernels.add_norm(x_TW, seen, norm.weight, norm.variance_epsilon)

@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import attnrl.attention.flash  # noqa: F401 (defines attnrl.paths)
 from attnrl.errors import ConfigError
 from attnrl.policy.logprobs import chunk_tokens
 from attnrl.policy.packing import Pack
 
 RESERVE = 0.1  # of the device's memory, left free: pieces the allocator cannot join, and workspaces of kernels
-ATTENTION = [torch.ops.aten._flash_attention_forward.default]
+ATTENTION = [torch.ops.attnrl.paths.default, torch.ops.aten._flash_attention_forward.default]
 ATTENTION += [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
 # Tokens of a microbatch's longest sequence from which attention is kept: on an H200 that cost 4 % of the learner's
 # speed at 2,048 tokens a response and gained 4 % at 8,192 (docs/performance.md).
