@@ -52,8 +52,8 @@ DRAW = {
     "top_p": "fp32",
 }
 DRAW |= {"COLUMN": INT64, "TOKENS": INT64, "LENGTHS": INT64, "IDS": INT64}
-LEARN = dict.fromkeys(("X", "WEIGHT", "G_NORMED", "G_SUM", "DX", "OUT", "COS", "SIN", "GATE", "UP", "G", "DGATE"), BF16)
-LEARN |= {"DUP": BF16, "LOGITS": BF16, "TARGETS": INT64, "DWEIGHT": FLOAT, "LOGPROBS": FLOAT, "ENTROPY": FLOAT}
+LEARN = dict.fromkeys(("X", "WEIGHT", "G_NORMED", "G_SUM", "DX", "OUT", "COS", "SIN", "GATE", "UP", "G"), BF16)
+LEARN |= {"LOGITS": BF16, "TARGETS": INT64, "DWEIGHT": FLOAT, "LOGPROBS": FLOAT, "ENTROPY": FLOAT}
 LEARN |= {"G_LOGPROB": FLOAT, "G_ENTROPY": FLOAT, "eps": "fp32", "inverse": "fp32"}
 PRODUCT = {"GATED": False, "BT": 64, "BN": 64, "BK": 128, "EVEN": True}
 TURN = {"H": 12, "D": 128, "BH": 16, "BHALF": 64}

@@ -13,6 +13,10 @@ busy. Pieces of a row are joined by a second kernel, which rows of one piece do 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -215,6 +219,29 @@ def _paths(
     tl.store(OUT + place, out.to(OUT.dtype.element_ty), mask=real_m[:, None] & (e < E))
 
 
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """Kernels launched within it run beside those launched after it, until `_together`; also in a captured graph."""
+    side = _side(device)
+    if side is None:
+        yield
+        return
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield
+
+
+def _together(device: torch.device) -> None:
+    side = _side(device)
+    if side is not None:
+        torch.cuda.current_stream(device).wait_stream(side)
+
+
 def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
@@ -248,15 +275,22 @@ def decode(
     wide, wide_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
     queries = max(16, triton.next_power_of_2(groups))
     tall = max(queries, SHARED_QUERIES)
-    for items, high in ((single_I5, queries), (shared_I5, tall)):
-        if items is None:
-            continue
+
+    def read(items: Tensor, high: int) -> None:
         _decode[(items.shape[0], kv_heads)](
             q_RHD, keys, values, table_RM, lengths_R, items, out_RW, part, lse, scale * LOG2E, q_RHD.stride(0),
             out_RW.stride(0), table_RM.stride(0), window or 0, splits, heads, kv_heads, groups, dim, value_dim, wide,
             wide_value, high, PAGE, direct, window is not None, _precision(q_RHD.dtype),
             num_warps=max(tile[0], min(8, high * wide_value // WARP_OUTPUTS)), num_stages=tile[1],
         )  # fmt: skip
+
+    if shared_I5 is None:
+        read(single_I5, queries)
+    else:
+        with _aside(q_RHD.device):
+            read(single_I5, queries)
+        read(shared_I5, tall)
+        _together(q_RHD.device)
     if splits_R is not None:
         _join[(rows, heads)](
             part, lse, splits_R, out_RW, out_RW.stride(0), splits, heads, value_dim, wide_value, 8, num_warps=1

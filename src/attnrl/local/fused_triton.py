@@ -129,8 +129,8 @@ def rotate_store(
     _rotate_store[(q_TX.shape[0],)](
         q_TX, k_TX, v_TX, cos_TD, sin_TD, slots_T, keys, values, q_norm, k_norm, eps, q_TX.stride(0), k_TX.stride(0),
         v_TX.stride(0), heads, kv_heads, dim, triton.next_power_of_2(heads), triton.next_power_of_2(kv_heads),
-        triton.next_power_of_2(dim), triton.next_power_of_2(dim // 2), PAGE, norms is not None, num_warps=4,
-        **early(q_TX.device),
+        triton.next_power_of_2(dim), triton.next_power_of_2(dim // 2), PAGE, norms is not None,
+        num_warps=max(1, triton.next_power_of_2(heads) // 16), **early(q_TX.device),
     )  # fmt: skip
 
 

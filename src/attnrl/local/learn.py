@@ -88,13 +88,13 @@ class Rotate(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """silu(gate) * up."""
+    """silu(gate) * up. Its gradients take the place of gate and up: nothing else reads those, and once only."""
 
     @staticmethod
     def forward(ctx: Any, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
         from attnrl.local import fused_triton
 
-        ctx.save_for_backward(gate_TF, up_TF)
+        ctx.save_for_backward(gate_TF.contiguous(), up_TF.contiguous())
         return fused_triton.gate(gate_TF, up_TF)
 
     @staticmethod
@@ -170,7 +170,7 @@ def _run(x_TW: Tensor, *, layer: Any, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     heads = (x[None].transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
     window = getattr(attention, "sliding_window", None)
     seen, _ = attend(attention, *heads, None, dropout=0.0, scaling=attention.scaling, sliding_window=window)
-    new_TW = attention.o_proj(seen[0].flatten(1))
+    new_TW = attention.o_proj(seen.squeeze(0).flatten(1))  # the gradient of [0] would be a copy
     x_TW, normed_TW = AddNorm.apply(x_TW, new_TW, after.weight, after.variance_epsilon)
     fed_TW: Tensor = mlp.down_proj(Gate.apply(mlp.gate_proj(normed_TW), mlp.up_proj(normed_TW)))
     return x_TW + fed_TW

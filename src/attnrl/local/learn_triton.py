@@ -99,25 +99,26 @@ def rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool = False)
 
 
 @triton.jit
-def _gate_back(GATE, UP, G, DGATE, DUP, count, B: tl.constexpr):
+def _gate_back(GATE, UP, G, count, B: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     here = at < count
     gate = tl.load(GATE + at, mask=here, other=0.0).to(tl.float32)
     up = tl.load(UP + at, mask=here, other=0.0).to(tl.float32)
     g = tl.load(G + at, mask=here, other=0.0).to(tl.float32)
     s = 1.0 / (1.0 + tl.exp(-gate))
-    tl.store(DGATE + at, (g * up * s * (1.0 + gate * (1.0 - s))).to(DGATE.dtype.element_ty), mask=here)
-    tl.store(DUP + at, (g * gate * s).to(DUP.dtype.element_ty), mask=here)
+    tl.store(GATE + at, (g * up * s * (1.0 + gate * (1.0 - s))).to(GATE.dtype.element_ty), mask=here)
+    tl.store(UP + at, (g * gate * s).to(UP.dtype.element_ty), mask=here)
 
 
 def gate_back(gate_TF: Tensor, up_TF: Tensor, g_TF: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of both factors of silu(gate) * up."""
-    dgate_TF, dup_TF = torch.empty_like(gate_TF), torch.empty_like(up_TF)
+    """Gradients of both factors of silu(gate) * up, in the place of the factors: they are the largest of a layer.
+
+    The factors lie without gaps.
+    """
     block = 1024
-    _gate_back[(triton.cdiv(gate_TF.numel(), block),)](
-        gate_TF, up_TF, g_TF.contiguous(), dgate_TF, dup_TF, gate_TF.numel(), block, num_warps=4
-    )
-    return dgate_TF, dup_TF
+    grid = (triton.cdiv(gate_TF.numel(), block),)
+    _gate_back[grid](gate_TF, up_TF, g_TF.contiguous(), gate_TF.numel(), block, num_warps=4)
+    return gate_TF, up_TF
 
 
 @triton.jit
