@@ -12,9 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from attnrl.config import UpdateConfig
 from attnrl.local import recompute
+from attnrl.local.learn import gives_logits, learning_decoder
 from attnrl.local.learner import Learner
 from attnrl.local.models import prepare_model
-from attnrl.types import Sample, as_floats, as_ids
+from attnrl.scoring import score
+from attnrl.types import Sample, ScoreRequest, Step, as_floats, as_ids
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -72,6 +74,27 @@ def check_counting(rows: list[Sample]) -> None:
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-6
 
 
+def check_scoring() -> None:
+    """Scores by the fused forward are the model's own, and a forward that differs is refused with a word."""
+    model = make("qwen3", torch.float32)
+    decoder = learning_decoder(model, lambda index, forward, *args, **given: forward(*args, **given))
+    assert decoder is not None
+    assert gives_logits(model, decoder)
+    rng = np.random.default_rng(1)
+    steps = tuple(Step(i, i + 4) for i in range(0, 24, 4))
+    asked = [ScoreRequest(as_ids(rng.integers(0, 37, n)), as_ids(rng.integers(0, 37, 24)), steps) for n in (3, 8)]
+    own, fused = (score(model, asked, delta=1, temperature=0.7, body=body) for body in (None, decoder.hidden))
+    for a, b in zip(own, fused, strict=True):
+        for name in ("logprobs", "entropy", "fci"):
+            np.testing.assert_allclose(getattr(a, name), getattr(b, name), atol=2e-5, err_msg=name)
+        assert a.fci.max() > 0.1
+    decoder.layers = decoder.layers[:1]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert not gives_logits(model, decoder)
+    assert any("scoring runs unfused" in str(w.message) for w in said)
+
+
 def main() -> None:
     warnings.filterwarnings("error", message=".*(fused|shared)")
     rows = samples()
@@ -97,6 +120,7 @@ def main() -> None:
             )
         )
     check_counting(rows)
+    check_scoring()
 
 
 if __name__ == "__main__":

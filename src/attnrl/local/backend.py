@@ -14,12 +14,14 @@ from attnrl.attention.decoder import check_head, check_model
 from attnrl.config import Config
 from attnrl.data.texts import stop_token_ids
 from attnrl.errors import ConfigError, MissingFileError, reading
+from attnrl.local.learn import gives_logits
 from attnrl.local.learner import Learner
 from attnrl.local.models import add_lora, is_lora, load_weights, plain, quiet
 from attnrl.local.sampler import Sampler
 from attnrl.local.vllm_sampler import VllmSampler
 from attnrl.policy.metrics import peak_memory
 from attnrl.scoring import ScoreReport, score
+from attnrl.scoring.fci import Body
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
 
 MODEL, ADAPTER, STATE = "model", "adapter", "learner.pt"  # what `save` writes into a checkpoint
@@ -79,6 +81,7 @@ class LocalBackend:
         self.learner = learner
         self.score_tokens = score_tokens  # per scoring forward; changes no result
         self.scored = ScoreReport()  # since the last call of `metrics`
+        self._fused: bool | None = None  # whether the learner's forward gives the model's logits, once looked at
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """One rollout per request, in order, drawn by the current policy and marked with its version."""
@@ -87,7 +90,17 @@ class LocalBackend:
     def score(self, requests: Sequence[ScoreRequest], scoring: Scoring) -> list[Scores]:
         """Log-probs, entropy and FCI of finished responses, from one forward pass each. Paper: Eq. 4-6."""
         asked: dict[str, Any] = asdict(scoring)
-        return score(plain(self.model), requests, **asked, token_budget=self.score_tokens, report=self.scored)
+        how: dict[str, Any] = {"token_budget": self.score_tokens, "report": self.scored, "body": self._body()}
+        return score(plain(self.model), requests, **asked, **how)
+
+    def _body(self) -> Body | None:
+        """The learner's fused forward, where there is one and it gives the model's own logits."""
+        decoder = None if self.learner is None else self.learner.decoders.get(id(self.model))
+        if decoder is None:
+            return None
+        if self._fused is None:
+            self._fused = gives_logits(plain(self.model), decoder)
+        return decoder.hidden if self._fused else None
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One pass over the samples in minibatches; returns metrics and raises the version. Paper: Eq. 1."""

@@ -19,13 +19,16 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from attnrl.attention.decoder import logits_head
 from attnrl.attention.paged import has_kernels
-from attnrl.local.fused import NEAR, decoder_layers, failures
+from attnrl.local.fused import NEAR, agrees, decoder_layers, failures
 from attnrl.local.models import plain
 from attnrl.local.wide import InFloat32, widens
 from attnrl.policy.logprobs import pack_attention, token_logprobs
 from attnrl.policy.packing import Pack
+from attnrl.scoring.fci import run_body
 
+TEXT = 256  # tokens over which the forward is compared
 MOST = 0.2  # of a gradient that rounding may be: with more of it a wrong kernel could not be told
 
 
@@ -187,6 +190,24 @@ def learning_decoder(model: Any, run: Callable[..., Any]) -> LearningDecoder | N
     hf = plain(model)
     layers = decoder_layers(hf.base_model) if has_kernels(next(hf.parameters()).device) else None
     return None if layers is None else LearningDecoder(hf, layers, run)
+
+
+def gives_logits(model: Any, decoder: LearningDecoder) -> bool:
+    """Whether the fused forward gives the model's own logits on a short text, up to rounding; else it is said."""
+    count = min(TEXT, getattr(model.config, "max_position_embeddings", None) or TEXT)
+    ids_T = (torch.arange(count) * 7919 % model.get_input_embeddings().num_embeddings).numpy()
+    head = logits_head(model)
+
+    def logits(body: Callable[[Tensor, Tensor], Tensor] | None) -> Tensor:
+        with torch.no_grad():
+            return head(run_body(model, ids_T, [count], None, body)[0])
+
+    def truth() -> Tensor:
+        with InFloat32():
+            return logits(None).float()
+
+    wide = model.dtype == torch.float32 or not widens(model)
+    return agrees(logits(decoder.hidden), logits(None), "scoring runs unfused", None if wide else truth)
 
 
 def gradient_gap(model: Any, decoder: LearningDecoder, pack: Pack, temperature: float, allowed: float) -> float:

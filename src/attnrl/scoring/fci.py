@@ -5,7 +5,7 @@ Shapes: T tokens of a pack, H query heads, K key/value heads, D head size, S ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
@@ -23,6 +23,7 @@ from attnrl.types import Floats, Step
 BLOCK_ROWS = 128  # queries at a time on the blockwise path, fewer where ...
 BLOCK_ELEMENTS = 1 << 24  # ... their scores would be more than this: 64 MiB of float32
 TRITON, TORCH_BLOCKS = "triton", "torch_blocks"
+Body = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # token ids and positions, [T] each: hidden states [T, W]
 
 
 class Sums(Collector, Protocol):
@@ -172,21 +173,27 @@ def fci(
 
 
 def run_body(
-    model: torch.nn.Module, ids_T: NDArray[np.integer[Any]], lengths: Sequence[int], collector: Collector | None
+    model: torch.nn.Module,
+    ids_T: NDArray[np.integer[Any]],
+    lengths: Sequence[int],
+    collector: Collector | None,
+    body: Body | None = None,
 ) -> tuple[torch.Tensor, PathAttention]:
     """One forward of the model below its head over packed sequences, without gradients and dropout.
 
-    Returns the hidden states [T, width] and what attention did.
+    Returns the hidden states [T, width] and what attention did. `body` runs in the place of the model's own forward.
     """
     device = next(model.parameters()).device
-    ids = torch.from_numpy(ids_T.astype(np.int64))[None].to(device)
+    ids, positions = torch.from_numpy(ids_T.astype(np.int64))[None].to(device), packed_positions(lengths, device)
     with evaluating(model), packed_attention(model, lengths, collector=collector) as pack:
-        out = body_of(model)(
-            input_ids=ids, position_ids=packed_positions(lengths, device), attention_mask=None, use_cache=False
-        )
+        if body is not None:
+            hidden_TW = body(ids[0], positions[0])
+        else:
+            out = body_of(model)(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False)
+            hidden_TW = out.last_hidden_state[0]
     if pack.calls == 0:
         raise ConfigError(f"{type(model).__name__} never called transformers' attention interface")
-    return out.last_hidden_state[0], pack
+    return hidden_TW, pack
 
 
 def _is_single(input_ids: Any) -> bool:

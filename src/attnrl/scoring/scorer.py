@@ -19,7 +19,7 @@ from attnrl.attention.trie import bins_by_budget
 from attnrl.backend import check_ids
 from attnrl.errors import DataError
 from attnrl.scoring.entropy import logprobs_and_entropy
-from attnrl.scoring.fci import Sums, make_sums, run_body, split_steps
+from attnrl.scoring.fci import Body, Sums, make_sums, run_body, split_steps
 from attnrl.scoring.plan import KeyReduce, make_plan
 from attnrl.types import ScoreRequest, Scores, Scoring
 
@@ -109,11 +109,13 @@ def score(
     chunk: int | None = None,
     fci: bool = True,
     report: ScoreReport | None = None,
+    body: Body | None = None,
 ) -> list[Scores]:
     """Log-probs and entropy of the response tokens and FCI of their steps, in request order.
 
     One forward of the model's body per pack of about `token_budget` tokens; the head runs on `chunk` positions at a
-    time. Each response is scored as if alone. With `fci=False` every step scores 0 and nothing is captured.
+    time. Each response is scored as if alone. With `fci=False` every step scores 0 and nothing is captured. `body` runs
+    in the place of the model's own forward below its head.
     Paper: Eq. 4-6.
     """
     check_requests(requests, vocabulary_of(model), temperature)
@@ -126,7 +128,7 @@ def score(
     with torch.no_grad():
         for members in bins_by_budget(lengths, token_budget, lone_from(model)):
             pack = [requests[i] for i in members]
-            scored = _score_pack(model, pack, asked, chunk, report)
+            scored = _score_pack(model, pack, asked, chunk, report, body)
             for index, scores in zip(members, scored, strict=True):
                 results[index] = scores
     return [scores for scores in results if scores is not None]
@@ -151,7 +153,12 @@ def check_requests(requests: Sequence[ScoreRequest], vocabulary: int, temperatur
 
 
 def _score_pack(
-    model: torch.nn.Module, pack: Sequence[ScoreRequest], asked: Scoring, chunk: int | None, report: ScoreReport
+    model: torch.nn.Module,
+    pack: Sequence[ScoreRequest],
+    asked: Scoring,
+    chunk: int | None,
+    report: ScoreReport,
+    body: Body | None,
 ) -> list[Scores]:
     device = next(model.parameters()).device
     lengths = [len(r.prompt) + len(r.response) for r in pack]
@@ -165,7 +172,7 @@ def _score_pack(
     whole, part = _Clock(device), _Clock(device)
     with whole.measure():
         sums = make_sums(plan, device) if asked.fci else None
-        hidden_TW, state = run_body(model, ids_T, lengths, _timed(sums, part))
+        hidden_TW, state = run_body(model, ids_T, lengths, _timed(sums, part), body)
         at = torch.from_numpy(at_N).to(hidden_TW.device)
         targets_N = torch.from_numpy(ids_T[at_N]).to(hidden_TW.device)
         logprobs, entropy = logprobs_and_entropy(
