@@ -40,10 +40,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 RESPONSES = 64  # of full length in the sampler's cache
 GPUS = (80, 141)  # GB
 TREES = 4  # of six trunks, half of them right (Eq. 9)
-# Tokens a second of sampler and learner by response length, 1.5B shape, one H200, commit e647cfc (docs/performance.md):
+# Tokens a second of sampler and learner by response length, 1.5B shape, one H200, commit 0223078 (docs/performance.md):
 # 256 requests of 128 + 2,048 tokens; 64 of 4,096 + 512; learner with all layers again and reference, microbatches of
 # 16,384.
-MEASURED = {2048: (56_131, 31_913), 8192: (9_411, 25_896)}
+MEASURED = {2048: (58_700, 33_953), 8192: (10_549, 29_672)}
 FORWARD_MS = {"0.5B": 39.4, "1.5B": 81.3, "7B": 264.2}  # scoring 8,192 tokens, one H200, commit eb78a4f
 
 

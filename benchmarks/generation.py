@@ -6,7 +6,7 @@
 
 Random weights in bfloat16; no response ends early. Sections:
 exact    a tiny float32 model: graph, eager and CPU draw the same; bfloat16 log-probs against transformers' forward
-kernels  decode and prefill attention alone, by tile: time, bytes/s, operations/s
+kernels  decode and prefill attention alone, by tile, and the learner's: time, bytes/s, operations/s
 steps    milliseconds of one decode step (the second call: graphs are captured)
 profile  kernels of one decode step
 vllm     the calls of `work` by vLLM, where it is installed, dummy weights, prefix caching on; give it before `work`
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import tempfile
 import time
 import traceback
@@ -173,9 +174,10 @@ class Bench:
         return {"mean": float(np.abs(gap).mean()), "largest": float(np.abs(gap).max()), "kl": float(gap.mean())}
 
     def kernels(self) -> dict[str, Any]:
-        from kernel_times import decode_times, gated_times, prefill_times, product_times
+        from kernel_times import decode_times, gated_times, path_times, prefill_times, product_times
 
         times = {"decode": decode_times, "prefill": prefill_times, "products": product_times, "gated": gated_times}
+        times["paths"] = path_times
         return {name: measure(self.tiny, self.device) for name, measure in times.items()}
 
     def steps(self) -> list[dict[str, Any]]:
@@ -219,6 +221,7 @@ class Bench:
 
     def vllm(self) -> list[dict[str, Any]]:
         """A warm call first; the time to start does not count."""
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # in this process it would keep its memory from `work`
         from vllm import LLM, SamplingParams
 
         out: list[dict[str, Any]] = []
@@ -373,7 +376,7 @@ def main() -> None:
         if section == "kernels" and "decode" in report[section]:
             for rows in {line["rows"] for line in report[section]["decode"]}:
                 print(*[line for line in report[section]["decode"] if line["rows"] == rows][:6], sep="\n", flush=True)
-            print(*(report[section][name] for name in ("prefill", "products", "gated")), sep="\n", flush=True)
+            print(*(report[section][name] for name in ("prefill", "products", "gated", "paths")), sep="\n", flush=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

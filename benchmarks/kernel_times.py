@@ -12,10 +12,11 @@ import triton
 from attnrl.attention import paged_triton
 from attnrl.attention.paged import hopper
 from attnrl.attention.pages import PAGE, cut, pages_for
-from attnrl.attention.trie import QUERY_BLOCK, query_blocks
+from attnrl.attention.trie import QUERY_BLOCK, Runs, query_blocks
 from attnrl.local import fused_triton, products_triton
 
 if hopper is not None:
+    from attnrl.attention import back_hopper
     from attnrl.local import gated_hopper
 
 HEADS, KV_HEADS, DIM = 12, 2, 128
@@ -103,6 +104,43 @@ def prefill_times(tiny: bool, device: str) -> list[dict[str, Any]]:
             out.append(
                 {"contexts": count, "length": length, "kernel": name, "ms": ms, "TFLOP_s": operations / ms / 1e9}
             )
+    return out
+
+
+def path_times(tiny: bool, device: str) -> list[dict[str, Any]]:
+    """Attention of learner and scorer, forward and back, by our kernels and by aten's: two packs, and a trunk with four
+    branches; gradients count as two and a half times a forward's operations.
+    """
+    out: list[dict[str, Any]] = []
+    heads, kv, dim = HEADS, KV_HEADS, DIM
+    for name, fresh, lengths in (
+        ("8 x 2,048", (2048,) * 8, (2048,) * 8),
+        ("2 x 8,192", (8192,) * 2, (8192,) * 2),
+        ("8,192 and 4 x 2,048 after 4,096", (8192, *[2048] * 4), (8192, *[6144] * 4)),
+    ):
+        runs = Runs(fresh, lengths)
+        q = torch.randn(sum(fresh), heads, dim, dtype=torch.bfloat16, device=device)
+        k, v = torch.randn(2, sum(lengths), kv, dim, dtype=torch.bfloat16, device=device)
+        if tiny or hopper is None or not hopper.packed_fits(q, k, v):
+            return out
+        tables, most = runs.blocks(q.device), (*runs.ends(q.device), max(fresh), max(lengths))
+        how = {"scale": dim**-0.5}
+        result, lse, *rest = torch.ops.aten._flash_attention_forward(q, k, v, *most, 0.0, True, False, **how)
+        gradient = torch.randn_like(result)
+        known = (gradient, q, k, v, result, lse)
+        calls = {
+            "forward": partial(hopper.packed, q, k, v, *tables[:2], **how),
+            "aten forward": partial(torch.ops.aten._flash_attention_forward, q, k, v, *most, 0.0, True, False, **how),
+            "back": partial(back_hopper.back, *known, *tables, **how),
+            "aten back": partial(torch.ops.aten._flash_attention_backward, *known, *most, 0.0, True, *rest[:2], **how),
+        }
+        operations = 4 * heads * dim * sum(new * (length - new / 2) for new, length in zip(fresh, lengths, strict=True))
+        line: dict[str, Any] = {"paths": name}
+        for kind, call in calls.items():
+            ms = float(triton.testing.do_bench(call, return_mode="median"))
+            times = 2.5 if kind.endswith("back") else 1.0
+            line |= {f"{kind}, us": 1e3 * ms, f"{kind}, TFLOP/s": times * operations / ms / 1e9}
+        out.append(line)
     return out
 
 

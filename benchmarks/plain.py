@@ -10,6 +10,7 @@ of new tokens, the same responses scored, the same samples trained on.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -93,6 +94,7 @@ def generate(folder: str, requests: Sequence[Request], clock: Clock) -> str:
                 new = {"min_new_tokens": request.max_tokens, "max_new_tokens": request.max_tokens}
                 model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, pad_token_id=PAD, **new)
         return "transformers"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # in this process it would keep its memory from what follows
     longest = max(len(r.context) + r.max_tokens for r in requests)
     engine = vllm.LLM(folder, dtype="bfloat16", max_model_len=longest + 1, gpu_memory_utilization=0.85, seed=0)
     prompts = [{"prompt_token_ids": r.context.tolist()} for r in requests]
