@@ -1,8 +1,10 @@
-"""What our Gluon kernels share: names that Triton changed between 3.6 and 3.9, and barriers."""
+"""What our Gluon kernels share: where they run, names that Triton changed between 3.6 and 3.9, and barriers."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 # The kernels' parameters are Triton values, which have no Python types.
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -12,6 +14,11 @@ copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_sh
 sync = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _memory = gl.shared_memory_descriptor
 view = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
+
+
+def on_hopper(x: Tensor) -> bool:
+    """Whether the tensor lies on a Hopper GPU; some of AMD's have its number too."""
+    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 @gluon.jit

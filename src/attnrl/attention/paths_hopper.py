@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnrl.attention import pages
-from attnrl.attention.gluon_parts import copy_in, new_barriers, sync, view
+from attnrl.attention.gluon_parts import copy_in, new_barriers, on_hopper, sync, view
 from attnrl.attention.paged_triton import LOG2E
 
 PAGE = gl.constexpr(pages.PAGE)
@@ -335,8 +335,7 @@ def _reads(x_THD: Tensor) -> bool:
 def _suits(q_THD: Tensor, kv_heads: int) -> bool:
     """Whether this kernel can run for these queries."""
     return (
-        q_THD.is_cuda
-        and torch.cuda.get_device_capability(q_THD.device)[0] == 9
+        on_hopper(q_THD)
         and q_THD.dtype in (torch.bfloat16, torch.float16)
         and q_THD.shape[0] > 0
         and q_THD.shape[1] > kv_heads

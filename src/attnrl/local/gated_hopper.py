@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attnrl.attention.gluon_parts import copy_in, copy_out, new_barriers, sync, view
+from attnrl.attention.gluon_parts import copy_in, copy_out, new_barriers, on_hopper, sync, view
 
 MANY = 1024  # tokens from which on there are enough tiles for a large GPU, where a layer is 2,048 wide or more
 STAGES = gl.constexpr(4)  # as many as shared memory holds
@@ -150,10 +150,9 @@ def _gated(
 
 def fits(x_TK: Tensor, weight_MK: Tensor) -> bool:
     """Whether this kernel is for such an input: many tokens, half precision, on a Hopper GPU."""
-    if not x_TK.is_cuda or torch.version.hip or torch.cuda.get_device_capability(x_TK.device)[0] != 9:
-        return False
     return (
-        len(x_TK) >= MANY
+        on_hopper(x_TK)
+        and len(x_TK) >= MANY
         and x_TK.dtype in (torch.bfloat16, torch.float16)
         and weight_MK.dtype == x_TK.dtype
         and x_TK.shape[1] >= STAGES.value * DEEP.value

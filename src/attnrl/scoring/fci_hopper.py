@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attnrl.attention.gluon_parts import copy_in
+from attnrl.attention.gluon_parts import copy_in, on_hopper
 from attnrl.scoring.fci_triton import Layer, Tile
 
 HEAD = 128  # with 64 the exponentials take longer than the products, and the schedule gains nothing
@@ -138,11 +138,10 @@ def _column_sums(
 
 def fits(q_THD: torch.Tensor, k_TKD: torch.Tensor, softcap: float | None) -> bool:
     """Whether this kernel can run on these tensors."""
-    if not q_THD.is_cuda or torch.cuda.get_device_capability(q_THD.device)[0] != 9:
-        return False
     sizes = (*q_THD.stride()[:2], *k_TKD.stride()[:2])
     return (
-        softcap is None
+        on_hopper(q_THD)
+        and softcap is None
         and q_THD.dtype in (torch.bfloat16, torch.float16)
         and q_THD.shape[-1] == HEAD
         and all(size % 8 == 0 for size in sizes)
