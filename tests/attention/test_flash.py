@@ -52,6 +52,8 @@ class Kernels:
         assert scale == SCALE
         assert all(torch.equal(*both) for both in zip((starts, blocks), self.tables[:2], strict=True))
         self.calls.append("ours")
+        if "fails" in self.off:
+            raise RuntimeError("no such instruction")
         out, lse = dense(q, k, v, *self.parts)
         return out * (1 + self.off.get("out", 0)), lse + self.off.get("lse", 0)
 
@@ -98,25 +100,31 @@ def inputs(runs: Runs) -> list[Tensor]:
     return [torch.randn(sum(runs.fresh), n, 8, requires_grad=True) for n in (4, 2, 2)]
 
 
-def gradients(runs: Runs, *, again: bool = False) -> tuple[list[Tensor], str]:
-    """Gradients of queries, keys and values through path attention, and whose kernels ran."""
-    given, kinds = inputs(runs), set()
+def gradients(runs: Runs, *, again: Any = None, layers: int = 1) -> tuple[list[Tensor], str]:
+    """Gradients of queries, keys and values through path attention, and whose kernels ran last.
+
+    `again`: layers run again in backward, with this context.
+    """
+    given, kinds = inputs(runs), []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, _, kind = paths.attend(q * 1.5, k, v, runs, scale=SCALE)
-        kinds.add(kind)
+        kinds.append(kind)
         return out
 
-    how: dict[str, Any] = {"use_reentrant": False, "context_fn": _attention_kept}
-    out = checkpoint(attend, *given, **how) if again else attend(*given)
-    out.square().sum().backward()
-    return [x.grad for x in given if x.grad is not None], kinds.pop()
+    q, k, v = given
+    for _ in range(layers):
+        q = checkpoint(attend, q, k, v, use_reentrant=False, **again) if again is not None else attend(q, k, v)
+    q.square().sum().backward()
+    return [x.grad for x in given if x.grad is not None], kinds[-1]
 
 
-def by_hand(runs: Runs) -> list[Tensor]:
+def by_hand(runs: Runs, layers: int = 1) -> list[Tensor]:
     assert runs.paths_S is not None
     q, k, v = inputs(runs)
-    out, _ = dense(q * 1.5, k[runs.paths_S], v[runs.paths_S], list(runs.fresh), list(runs.lengths))
+    out = q
+    for _ in range(layers):
+        out, _ = dense(out * 1.5, k[runs.paths_S], v[runs.paths_S], list(runs.fresh), list(runs.lengths))
     return list(torch.autograd.grad(out.square().sum(), (q, k, v)))
 
 
@@ -135,31 +143,55 @@ def test_ours_run_where_they_fit_and_are_compared_once(runs: Runs, kernels: Kern
 def test_a_layer_that_runs_again_keeps_what_ours_returned(runs: Runs, kernels: Kernels) -> None:
     gradients(runs)
     kernels.calls.clear()
-    found, _ = gradients(runs, again=True)
+    found, _ = gradients(runs, again={"context_fn": _attention_kept})
     assert kernels.calls == ["ours", "our gradients"]
     for ours, wanted in zip(found, by_hand(runs), strict=True):
         assert torch.allclose(ours, wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("again", [None, {}, {"context_fn": _attention_kept}], ids=["once", "again", "kept"])
 @pytest.mark.parametrize(
-    ("wrong", "by", "what"),
+    ("wrong", "by", "why"),
     [
-        ("out", 0.1, "outputs"),
-        ("out", float("nan"), "outputs"),
-        ("lse", 0.1, "log-sum-exps"),
-        ("dk", -0.1, "gradients"),
+        ("out", 0.1, "gives outputs that differ from aten's by"),
+        ("out", torch.nan, "gives outputs that differ from aten's by nan"),
+        ("lse", 0.1, "gives log-sum-exps that differ from aten's by"),
+        ("dk", -0.1, "gives gradients that differ from aten's by 10"),
+        ("fails", 1.0, "fails .RuntimeError: no such instruction"),
     ],
 )
-def test_ours_are_left_where_they_differ(runs: Runs, kernels: Kernels, wrong: str, by: float, what: str) -> None:
+def test_ours_are_left_where_they_differ(
+    runs: Runs, kernels: Kernels, wrong: str, by: float, why: str, again: dict[str, Any] | None
+) -> None:
     kernels.off = {wrong: by}
-    with pytest.warns(RuntimeWarning, match=f"our attention's {what} differ from aten's by .*; aten's is used"):
-        found, _ = gradients(runs)
-    for ours, wanted in zip(found, by_hand(runs), strict=True):
-        assert torch.allclose(ours, wanted, atol=1e-5)  # nothing wrong was used
+    with pytest.warns(RuntimeWarning, match=f"our attention {why}.*; aten's is used"):
+        found, _ = gradients(runs, again=again, layers=3)
+    for ours, wanted in zip(found, by_hand(runs, 3), strict=True):
+        assert torch.allclose(ours, wanted, atol=1e-4, rtol=1e-4)  # nothing wrong was used
     kernels.calls.clear()
     _, kind = gradients(runs)
     assert kind == flash.FLASH
-    assert kernels.calls == ["aten"]
+    assert kernels.calls == ["aten", "aten's gradients"]
+
+
+def test_each_kind_of_input_is_compared(runs: Runs, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run, several, and several that share: a kernel can be right for one and wrong for another."""
+    for each in (make_trie(ROWS[:1]).runs("cpu"), make_trie(ROWS, share=False).runs("cpu"), runs):
+        fresh = Kernels(each)
+        monkeypatch.setattr(flash, "hopper", fresh)
+        monkeypatch.setattr(back_hopper, "back", fresh.back)
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", fresh.aten)
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", fresh.aten_back)
+        for calls in (["ours", "aten", "our gradients", "aten's gradients"], ["ours", "our gradients"]):
+            gradients(each)
+            assert fresh.calls == calls
+            fresh.calls.clear()
+
+
+def test_log_sum_exps_have_no_gradient(runs: Runs, kernels: Kernels) -> None:
+    out, lse, _ = paths.attend(*inputs(runs), runs, scale=SCALE)
+    assert lse is not None
+    assert (out.requires_grad, lse.requires_grad) == (True, False)
 
 
 def test_a_window_is_atens(runs: Runs, kernels: Kernels) -> None:

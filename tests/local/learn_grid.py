@@ -7,12 +7,13 @@ import warnings
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from attnrl.config import UpdateConfig
 from attnrl.local import recompute
-from attnrl.local.learn import gives_logits, learning_decoder
+from attnrl.local.learn import Gate, gives_logits, learning_decoder
 from attnrl.local.learner import Learner
 from attnrl.local.models import prepare_model
 from attnrl.scoring import score
@@ -95,6 +96,15 @@ def check_scoring() -> None:
     assert any("scoring runs unfused" in str(w.message) for w in said)
 
 
+def check_once() -> None:
+    """The gradients of a gate take its place: a second backward is an error, not a wrong number."""
+    gate, up = (torch.randn(4, 8, device=DEVICE, requires_grad=True) for _ in range(2))
+    out = Gate.apply(gate * 1.0, up * 1.0).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
 def main() -> None:
     warnings.filterwarnings("error", message=".*(fused|shared)")
     rows = samples()
@@ -121,6 +131,7 @@ def main() -> None:
         )
     check_counting(rows)
     check_scoring()
+    check_once()
 
 
 if __name__ == "__main__":

@@ -369,6 +369,13 @@ def test_shared_prefixes_that_give_no_number_are_found_and_left(monkeypatch: pyt
     with pytest.warns(RuntimeWarning, match="shared prefixes changed log-probs by nan"):
         metrics = learner.update(batch(), version=0)
     assert not learner.shares_prefixes
+    resumed = Learner(tiny(), options=section(lr=1e-3))
+    assert resumed.shares_prefixes
+    resumed.load_state_dict(copy.deepcopy(learner.state_dict()))
+    assert not resumed.shares_prefixes, "a resumed run goes on as it was"
+    old = copy.deepcopy(learner.state_dict())
+    del old["left"]  # of a checkpoint from before this was kept
+    Learner(tiny(), options=section(lr=1e-3)).load_state_dict(old)
     assert metrics["train/forward_tokens"] == metrics["train/path_tokens"]
     Learner(apart, options=section(lr=1e-3, share_prefixes=False)).update(batch(), version=0)
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), apart.parameters(), strict=True))

@@ -1,7 +1,7 @@
 """Path attention in half precision on a CUDA device, forward and back, without a matrix of scores.
 
 On Hopper GPUs these are kernels of our own (`paths_hopper`, `back_hopper`); elsewhere, and for layers they do not fit,
-aten's. Ours are compared with aten's on the first input of each shape, and left with a word where they differ.
+aten's. Ours are compared with aten's on the first input of each kind, and left with a word where they differ.
 
 Shapes: T tokens of a row, S tokens of all paths, H query heads, K key/value heads, D and V head sizes of keys and
 values, J paths, B query blocks, I key blocks.
@@ -13,32 +13,34 @@ values, J paths, B query blocks, I key blocks.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnrl.attention.paged import hopper
+from attnrl.attention.paged import failures, hopper
 from attnrl.attention.trie import Runs
 
 FLASH, OURS = "flash_varlen", "hopper_paths"
 NEAR = {"outputs": 0.02, "log-sum-exps": 1e-3, "gradients": 0.04}  # relative differences that rounding explains
-_left: set[tuple[int, ...]] = set()  # shapes on which ours were found to differ
-_seen: set[tuple[object, ...]] = set()  # shapes on which they were compared
+_left: set[tuple[int, ...]] = set()  # heads and head sizes for which ours were found to differ, or to fail
+_seen: set[tuple[object, ...]] = set()  # kinds of inputs on which they were compared
 
 
 def flash(
     q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, runs: Runs, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, str]:
-    """Outputs [T, H, V], row log-sum-exp [H, T] in nats, and whose kernels ran."""
-    if window is None and hopper is not None and _shape(q_THD, k_SKD) not in _left:
+    """Outputs [T, H, V], row log-sum-exp [H, T] in nats, without gradient, and whose kernels ran."""
+    if window is None and hopper is not None:
         q, k, v = (_in_rows(x) for x in (q_THD, k_SKD, v_SKV))
         if hopper.packed_fits(q, k, v):
-            found: tuple[Tensor, Tensor] = torch.ops.attnrl.paths(
+            # also where ours were left: a layer that runs again must meet the same op
+            out_THD, lse_HT = torch.ops.attnrl.paths(
                 q, k, v, *runs.blocks(q.device), *runs.ends(q.device), max(runs.fresh), max(runs.lengths), scale
             )
-            return *found, OURS
+            return out_THD, lse_HT.detach(), FLASH if _shape(q, k) in _left else OURS
     return *_aten(q_THD, k_SKD, v_SKV, runs, scale, window), FLASH
 
 
@@ -93,13 +95,17 @@ def _paths(
     most_k: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    out_THD, lse_HT = hopper.packed(q_THD, k_SKD, v_SKD, starts_J, blocks_B4, scale=scale)
-    if _first("forward", q_THD, k_SKD):
-        aten = torch.ops.aten._flash_attention_forward
-        theirs, lse, *_ = aten(q_THD, k_SKD, v_SKD, ends_q, ends_k, most_q, most_k, 0.0, True, False, scale=scale)
-        pairs = {"outputs": [(out_THD, theirs)], "log-sum-exps": [(lse_HT, lse)]}
-        if not _agree(pairs, q_THD, k_SKD):
-            return theirs, lse
+    def by_aten() -> tuple[Tensor, ...]:
+        how = (ends_q, ends_k, most_q, most_k, 0.0, True, False)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q_THD, k_SKD, v_SKD, *how, scale=scale)
+        return out, lse
+
+    def by_ours() -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = hopper.packed(q_THD, k_SKD, v_SKD, starts_J, blocks_B4, scale=scale)
+        return made
+
+    kinds = ("outputs", "log-sum-exps")
+    out_THD, lse_HT = _chosen(by_ours, by_aten, kinds, _kind("forward", q_THD, k_SKD, starts_J))
     return out_THD, lse_HT
 
 
@@ -118,38 +124,52 @@ def _back(ctx: Any, g_THD: Tensor, _g_lse: Tensor) -> tuple[Tensor | None, ...]:
         made: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(g, q, k, v, out, lse, *how, scale=ctx.scale)
         return made
 
-    if _shape(q, k) in _left:
-        grads = by_aten()
-    else:
+    def by_ours() -> tuple[Tensor, ...]:
         from attnrl.attention import back_hopper
 
-        grads = back_hopper.back(g, q, k, v, out, lse, starts, blocks, items, slots, scale=ctx.scale)
-        if _first("back", q, k):
-            theirs = by_aten()
-            if not _agree({"gradients": list(zip(grads, theirs, strict=True))}, q, k):
-                grads = theirs
-    return (*grads, *[None] * 9)
+        return back_hopper.back(g, q, k, v, out, lse, starts, blocks, items, slots, scale=ctx.scale)
+
+    return (*_chosen(by_ours, by_aten, ("gradients",) * 3, _kind("back", q, k, starts)), *[None] * 9)
 
 
 _paths.register_autograd(_back, setup_context=_keep)
 
 
-def _first(way: str, q_THD: Tensor, k_SKD: Tensor) -> bool:
-    """Whether this is the first input of its shape."""
-    key = (way, q_THD.dtype, q_THD.device, *_shape(q_THD, k_SKD))
-    new = key not in _seen
-    _seen.add(key)
-    return new
+def _kind(way: str, q_THD: Tensor, k_SKD: Tensor, starts_J: Tensor) -> tuple[object, ...]:
+    """What a comparison stands for: the layer's heads, then one run or several, with and without shared keys."""
+    several, shares = len(starts_J) > 1, len(k_SKD) != len(q_THD)
+    return (_shape(q_THD, k_SKD), way, q_THD.dtype, q_THD.device, several, shares)
 
 
-def _agree(pairs: dict[str, list[tuple[Tensor, Tensor]]], q_THD: Tensor, k_SKD: Tensor) -> bool:
-    """Whether our results are aten's up to rounding; where they are not, it is said, and ours are left."""
-    for what, both in pairs.items():
-        for ours, theirs in both:
-            apart = float((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-12))
-            if not apart <= NEAR[what]:  # also where it is not a number
-                _left.add(_shape(q_THD, k_SKD))
-                message = f"our attention's {what} differ from aten's by {apart:.1%} on this device; aten's is used"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
-                return False
-    return True
+def _chosen(
+    by_ours: Callable[[], tuple[Tensor, ...]],
+    by_aten: Callable[[], tuple[Tensor, ...]],
+    names: tuple[str, ...],
+    kind: tuple[Any, ...],
+) -> tuple[Tensor, ...]:
+    """Our results, on the first input of its kind compared with aten's; aten's where ours fail or differ, and then on.
+
+    It is said where ours are left.
+    """
+    shape = kind[0]
+    if shape in _left:
+        return by_aten()
+    if kind in _seen:
+        return by_ours()
+    try:
+        ours = by_ours()
+    except failures() as error:
+        theirs, why = by_aten(), f"fails ({type(error).__name__}: {str(error)[:200]})"
+    else:
+        theirs, why = by_aten(), ""
+        for name, mine, other in zip(names, ours, theirs, strict=True):
+            apart = float((mine.float() - other.float()).norm() / other.float().norm().clamp(min=1e-12))
+            if not apart <= NEAR[name]:  # also where it is not a number
+                why = f"gives {name} that differ from aten's by {apart:.1%}"
+                break
+    _seen.add(kind)
+    if not why:
+        return ours
+    _left.add(shape)
+    warnings.warn(f"our attention {why} on this device; aten's is used", RuntimeWarning, stacklevel=2)
+    return theirs

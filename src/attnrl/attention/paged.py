@@ -35,6 +35,15 @@ def has_kernels(device: torch.device) -> bool:
     return kernels is not None and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
+def failures() -> tuple[type[Exception], ...]:
+    """What a forward can fail by."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return (RuntimeError,)
+    return (RuntimeError, TritonError)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedDecode:
     """One token a row. Rows beyond the running ones stand at position 0 of page 0."""

@@ -368,6 +368,7 @@ def _launch(
     tile: tuple[int, int],
 ) -> None:
     """Write `out`, and `lse_HT` where keys lie end to end."""
+    assert tile[1] > 1, "values of a tile are waited for before those of the one before are given back"
     tokens, heads, dim = q_THD.shape
     groups = heads // kv_heads
     queries = TensorDescriptor(q_THD, [tokens, heads * dim], [q_THD.stride(0), 1], [ROWS.value, dim], LAYOUT)

@@ -134,6 +134,7 @@ class LocalBackend:
         state = {
             "version": self.version,
             "learner": None if self.learner is None else self.learner.state_dict(),
+            "scores_unfused": self._fused is False,
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
         }
@@ -157,6 +158,7 @@ class LocalBackend:
         if self.learner is not None:
             self.learner.load_state_dict(state["learner"])
         self.version = state["version"]
+        self._fused = False if state.get("scores_unfused") else self._fused  # as the run that is resumed
         self.sampler.sync()
         torch.set_rng_state(state["torch_rng"])
         if state["cuda_rng"] and self.device.type == "cuda":

@@ -142,13 +142,16 @@ class Forward:
         def truth() -> Tensor:
             self.fused = None
             with sampling_mode(self.model), InFloat32():
-                return self.logits(tokens, positions, recorded(torch.float32), positions).float()
+                return with_last(self.logits(tokens, positions, recorded(torch.float32), positions).float())
+
+        def with_last(logits_TV: Tensor) -> Tensor:
+            return torch.cat([logits_TV, logits_TV[-1:]])  # the fused forward has a way of its own for last tokens
 
         own = recorded(dtype)
         with sampling_mode(self.model):
-            theirs = self.logits(tokens, positions, own, positions)
+            theirs = with_last(self.logits(tokens, positions, own, positions))
             fused.settings, self.fused = own.settings, fused
-            ours = self.logits(tokens, positions, own.plan, None)
+            ours = torch.cat([self.logits(tokens, positions, own.plan, ends) for ends in (None, positions[-1:])])
         wide = theirs.dtype == torch.float32 or not widens(self.model)
         self.fused = fused if agrees(ours, theirs, truth=None if wide else truth) else None
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnrl.attention.interface import AttentionPlan, Layer
-from attnrl.attention.paged import has_kernels
+from attnrl.attention.paged import failures, has_kernels
 from attnrl.attention.pages import PagePool
 
 COPY_SHARE = 32  # gate and up weights are copied side by side where that takes at most this part of the memory
@@ -293,15 +293,6 @@ def agrees(
         message += f", from float32 by {ours:.1%} against {theirs:.1%}, at one token {worst:.1f} times as much"
     warnings.warn(f"{message}: {instead}", stacklevel=2)
     return False
-
-
-def failures() -> tuple[type[Exception], ...]:
-    """What a forward can fail by."""
-    try:
-        from triton.errors import TritonError
-    except ImportError:
-        return (RuntimeError,)
-    return (RuntimeError, TritonError)
 
 
 def _errors(logits_TV: Tensor, truth_TV: Tensor) -> Tensor:

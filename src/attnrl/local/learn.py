@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnrl.attention.decoder import logits_head
-from attnrl.attention.paged import has_kernels
-from attnrl.local.fused import NEAR, agrees, decoder_layers, failures
+from attnrl.attention.paged import failures, has_kernels
+from attnrl.local.fused import NEAR, agrees, decoder_layers
 from attnrl.local.models import plain
 from attnrl.local.wide import InFloat32, widens
 from attnrl.policy.logprobs import pack_attention, token_logprobs
@@ -105,6 +105,7 @@ class Gate(torch.autograd.Function):
         from attnrl.local import learn_triton
 
         gate_TF, up_TF = ctx.saved_tensors
+        torch.autograd.graph.increment_version((gate_TF, up_TF))  # a second time is an error
         return learn_triton.gate_back(gate_TF, up_TF, g_TF)
 
 

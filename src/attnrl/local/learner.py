@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -72,6 +72,7 @@ class Learner:
         self.shares_prefixes = self.passes.shares(self.hf)
         self.decoders = self._decoders() if options.fused else {}
         self.checked = not self.shares_prefixes and not self.decoders
+        self.left: set[str] = set()  # of "shared" prefixes and "fused" kernels, what was found not to be exact
         self.counters = Counters()
 
     def update(self, samples: Sequence[Sample], *, version: int, progress: Progress | None = None) -> dict[str, float]:
@@ -106,11 +107,12 @@ class Learner:
         return self._accumulate(samples, packs, {})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), **asdict(self.counters)}
+        return {"optimizer": self.optimizer.state_dict(), "left": sorted(self.left), **asdict(self.counters)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
-        self.counters = Counters(**{name: count for name, count in state.items() if name != "optimizer"})
+        self._leave(state.get("left", ()))
+        self.counters = Counters(**{name: state[name] for name in asdict(self.counters)})
 
     def _pack(self, samples: Sequence[Sample], rows: Sequence[int]) -> Pack:
         return pack(samples, rows, self.device, share_prefixes=self.shares_prefixes)
@@ -150,9 +152,14 @@ class Learner:
         for what in wrong:
             message = f"{what} by {gaps[what]:.3f} on this device; updates go on without them"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-        self.shares_prefixes &= not any(what.startswith("shared") for what in wrong)
-        self.decoders = {} if any(what.startswith("fused") for what in wrong) else self.decoders
+        self._leave(what.split()[0] for what in wrong)
         return not wrong
+
+    def _leave(self, ways: Iterable[str]) -> None:
+        """Goes on without these; a resumed run does too."""
+        self.left |= set(ways)
+        self.shares_prefixes &= "shared" not in self.left
+        self.decoders = {} if "fused" in self.left else self.decoders
 
     def _gap(self, microbatch: Pack, want_N: Tensor, *, fused: bool) -> float:
         return float((self._logprobs(self.model, microbatch, fused=fused) - want_N).abs().mean())
