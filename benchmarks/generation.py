@@ -10,8 +10,8 @@ kernels  decode and prefill attention alone, by tile, and the learner's: time, b
 steps    milliseconds of one decode step (the second call: graphs are captured)
 profile  kernels of one decode step
 vllm     the calls of `work` by vLLM, where it is installed, dummy weights, prefix caching on; give it before `work`
-work     tokens/s of whole calls in a fresh sampler each: prefill and capture included, compiling not; against vLLM's in
-         this run, or in another one
+work     tokens/s of whole calls in a fresh sampler each: prefill and capture included, compiling not; against vLLM's
+         where it ran before in this run
 trained  the last call of `work` by a trained model (--trained DIR), beside the same shape with random weights: whether
          the fused forward is taken, and what is said where it is not
 mixed    1,024 requests of mixed length, 512 at a time: speed against equal lengths, pages held against tokens alive;
@@ -65,7 +65,6 @@ WORK = [
     ("8x(4096+256)", 8, 4096, 256, 0),
     ("135M 2048x(64+256)", 2048, 64, 256, 0),
 ]
-VLLM = [27700, 20000, 27100, 8400, 7100, 27400, 2340, 18600]  # tokens/s of vLLM 0.26.0 on one H200, in another run
 STEPS = [(64, 4096), (8, 4096), (256, 128)]
 
 
@@ -265,9 +264,10 @@ class Bench:
                 self.compile(model)
                 self.compiled.add(size)
             line, stats = self.timed(model, count, context, new, shared)
-            rival = self.rival.get(i, VLLM[i])
-            line |= {"over_vllm": round(line["tok_s"] / rival, 2), "again_over": round(line["again_tok_s"] / rival, 2)}
-            line = {"work": name, **line, "one_run": i in self.rival}
+            line = {"work": name, **line}
+            if rival := self.rival.get(i):
+                ratios = (round(line[speed] / rival, 2) for speed in ("tok_s", "again_tok_s"))
+                line |= dict(zip(("over_vllm", "again_over"), ratios, strict=True))
             print(line, round(stats.prefill_seconds, 2), flush=True)
             out.append(line | {"stats": stats.as_dict()})
         return out
@@ -351,7 +351,7 @@ def difference(a: list[Rollout], b: list[Rollout]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("generation.json"), help="JSON")
     parser.add_argument("--sections", default="exact,agreement,kernels,steps,profile,work,mixed")
     parser.add_argument("--work", default="", help="rows of the table, by number; all without it")
     parser.add_argument("--device", default="cuda")

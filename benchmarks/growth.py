@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--prompts", default="4,8,16,32,64", help="at the first limit")
     parser.add_argument("--once", type=int, default=1 << 30, help="limit from which on one iteration is run, not two")
     parser.add_argument("--commit", default="")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("growth.json"), help="JSON")
     args = parser.parse_args()
     limits, prompts = ([int(n) for n in text.split(",")] for text in (args.limits, args.prompts))
     cases: list[dict[str, Any]] = []

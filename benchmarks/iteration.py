@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--layers", default="all", help="update.gradient_checkpointing: layers that run again")
     parser.add_argument("--optimizer", default="adamw", help="update.optimizer")
     parser.add_argument("--commit", default="")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("iteration.json"), help="JSON")
     args = parser.parse_args()
     if args.lengths:
         os.environ["ITERATION_MEAN"] = str(args.limit * MEAN)

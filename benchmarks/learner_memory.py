@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--tied", action="store_true", help="one matrix for embeddings and head, as Qwen2 of 1.5B")
     parser.add_argument("--tiny", action="store_true", help=f"a tiny shape, and lengths divided by {SCALE}")
     parser.add_argument("--commit", default="")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("learner_memory.json"), help="JSON")
     args = parser.parse_args()
     args.tokens //= SCALE if args.tiny else 1
     cases: list[dict[str, Any]] = []

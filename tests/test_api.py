@@ -39,7 +39,8 @@ def quiet(text: str) -> None:
 def run_dir(tmp_path_factory) -> Path:
     """A run of one iteration by `attnrl.train`."""
     where = tmp_path_factory.mktemp("api") / "run"
-    attnrl.train("demo", where, overrides=SMALL, say=quiet)
+    trained = attnrl.train("demo", where, overrides=SMALL, say=quiet)
+    assert repr(trained) == f"Trained(run_dir={where!r})"  # nobody wants to read its state
     return where
 
 

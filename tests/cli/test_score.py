@@ -268,6 +268,7 @@ def test_without_steps_enough_for_a_correlation_it_says_so(model_path: Path, tmp
     assert call(model_path, source, "--output", str(tmp_path / "o.parquet")) == 0
     printed = capsys.readouterr()
     assert "no correlation of FCI with position: it takes 7 steps or more" in printed.out
+    assert "FCI is 0 throughout 1 response: no step there has 4 steps after it (--delta)" in printed.out
     assert "nan" not in printed.out + printed.err
 
 

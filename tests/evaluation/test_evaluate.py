@@ -62,6 +62,14 @@ def test_numbers_are_those_of_the_responses(whole) -> None:
     )
 
 
+def test_a_report_shows_itself_in_short(whole) -> None:
+    _, report = whole
+    right = 100 * sum(r.right for r in report.responses if r.benchmark == "hard") / 40
+    assert repr(report).startswith("<Report of 160 responses: easy ")
+    assert f"hard {right:.1f} % right; metrics() has the numbers>" in repr(report)
+    assert repr(Report(())) == "<Report of 0 responses: nothing; metrics() has the numbers>"
+
+
 def test_the_files_say_the_same(whole) -> None:
     directory, report = whole
     results = json.loads((directory / "results.json").read_text())

@@ -153,6 +153,8 @@ def summary(console: Console, output: Path, scored: Sequence[Scored], metrics: d
         else f"no correlation of FCI with position: it takes {delta + 3} steps or more, and FCI that differs"
     )
     steps = sum(len(one.steps) for one in scored)
+    short = sum(len(one.steps) <= delta for one in scored)
+    zero = f"FCI is 0 throughout {counted(short, 'response')}: no step there has {delta} steps after it (--delta)"
     kinds = {
         of: "+".join(sorted(k.removeprefix(f"score/{of}_") for k in metrics if k.startswith(f"score/{of}_")))
         for of in ("attention", "fci")
@@ -162,6 +164,7 @@ def summary(console: Console, output: Path, scored: Sequence[Scored], metrics: d
         f"{counted(len(scored), 'response')}, {counted(steps, 'step')}, {tokens:.0f} tokens in {seconds:.1f} s "
         f"({tokens / max(seconds, 1e-9):.0f} tokens/s; attention {kinds['attention']}, FCI {kinds['fci']})",
         correlation,
+        *([zero] if short else []),
         f"one row per step in {output}",
     ):
         console.print(line, highlight=False, soft_wrap=True)

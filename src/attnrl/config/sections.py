@@ -59,7 +59,7 @@ class LocalConfig(Section):
     """The engine on one machine, CPU or one CUDA GPU."""
 
     sampler: Literal["auto", "own", "vllm"] = "auto"
-    """What draws responses: own, vllm (extra vllm), or auto: the one that was measured to be faster here."""
+    """What draws responses: own, vllm (extra vllm), or auto, which is own: it was the faster one on an H200."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """auto (CUDA where there is one), cpu, cuda."""
     threads: int | None = Field(None, ge=1, json_schema_extra=MAY_CHANGE)

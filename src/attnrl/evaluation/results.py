@@ -71,7 +71,7 @@ class Response:
         return cls(**(row | {"gold": tuple(row["gold"])}))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """All graded responses of an evaluation and what they amount to. Not slotted: tables are computed once."""
 
@@ -80,6 +80,14 @@ class Report:
     settings: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0  # of the bootstrap
     resamples: int = RESAMPLES
+
+    def __repr__(self) -> str:
+        """In short: nobody wants to read each of thousands of responses."""
+        right = {name: [r.right for rows in of.values() for r in rows] for name, of in self.groups.items()}
+        found = ", ".join(f"{name} {100 * sum(known) / len(known):.1f} % right" for name, known in right.items())
+        return (
+            f"<Report of {counted(len(self.responses), 'response')}: {found or 'nothing'}; metrics() has the numbers>"
+        )
 
     @cached_property
     def groups(self) -> dict[str, dict[int, list[Response]]]:

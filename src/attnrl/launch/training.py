@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,7 @@ class Trained:
     """A run directory after training."""
 
     run_dir: Path
-    state: State
+    state: State = field(repr=False)
 
     @property
     def model(self) -> Path:
