@@ -174,6 +174,19 @@ def test_ours_are_left_where_they_differ(
     assert kernels.calls == ["aten", "aten's gradients"]
 
 
+def test_want_of_memory_is_no_reason_to_leave_ours(
+    runs: Runs, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: Any, **how: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as there:
+        there.setattr(kernels, "packed", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            gradients(runs)
+    assert gradients(runs)[1] == flash.OURS
+
+
 def test_each_kind_of_input_is_compared(runs: Runs, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run, several, and several that share: a kernel can be right for one and wrong for another."""
     for each in (make_trie(ROWS[:1]).runs("cpu"), make_trie(ROWS, share=False).runs("cpu"), runs):
