@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# The numbers of docs/performance.md on one GPU, a part at a time, JSON and logs in a folder.
+#   bash benchmarks/speed_gpu.sh OUT TOKENIZER [vllm|draws|learner|plain|paper|big|growth ...]
+# OUT: where to; TOKENIZER: a folder with that of DeepSeek-R1-Distill-Qwen. Without names all parts run, in this order:
+#   vllm     every call of the table beside vLLM 0.26.0 (it must be installed), in one call of the benchmark
+#   draws    steps, mixed lengths, the same draws, kernels alone
+#   learner  1.5B, tied, all layers recomputed
+#   plain    a whole iteration against the plain way (vLLM again)
+#   paper    `attnrl train attnrl_1p5b`, 8 prompts, responses of 8,192 tokens, two iterations
+#   big      the learner of 7B on one GPU
+#   growth   limits from 1,024 to 16,384 tokens, prompts from 4 to 64
+# TINY=1 rehearses them on a CPU, but for vLLM: no number means anything then.
+set -u
+OUT=$1 TOKENIZER=$2
+shift 2
+[ $# -gt 0 ] || set -- vllm draws learner plain paper big growth
+export PYTHONPATH=${PYTHONPATH:-$PWD/src:$PWD/benchmarks} PYTHONUNBUFFERED=1 VLLM_USE_FLASHINFER_SAMPLER=0
+mkdir -p "$OUT"
+COMMIT=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
+PYTHON=${PYTHON:-python3}
+SHAPE=1.5B SMALL=mini LIMIT=8192 SHORT=2048 TINY_FLAG='' DEVICE='' PLAIN=--plain LIMITS=1024,2048,4096,8192,16384
+if [ -n "${TINY:-}" ]; then
+  SHAPE=tiny SMALL=tiny LIMIT=64 SHORT=64 TINY_FLAG=--tiny DEVICE='--device cpu' PLAIN='' LIMITS=64,128
+fi
+
+measure() { # name, script, options
+  local name=$1 script=$2 begin
+  shift 2
+  begin=$(date +%s)
+  # shellcheck disable=SC2086
+  $PYTHON "benchmarks/$script.py" "$@" --commit "$COMMIT" --out "$OUT/$name.json" >"$OUT/$name.log" 2>&1
+  echo "$name: exit status $?, $(($(date +%s) - begin)) s"
+}
+
+paper() {
+  local model=$OUT/model run=$OUT/run
+  rm -rf "$model" "$run"
+  $PYTHON -c "
+import sys
+from pathlib import Path
+from iteration import make_model
+make_model(sys.argv[1], sys.argv[2], Path(sys.argv[3]))" "$SHAPE" "$TOKENIZER" "$model" || return
+  $PYTHON -m attnrl train attnrl_1p5b --model.path "$model" --run-dir "$run" --data.train '["tasks"]' --data.train_tasks 200 \
+    --data.decontaminate '[]' --data.clean False --reward parity:parity --algo.prompts 8 --algo.max_prompts 12 --algo.group 6 \
+    --sampling.max_response_tokens "$LIMIT" --algo.segmenter every_n_tokens --algo.segmenter_options '{"tokens": 45}' \
+    --evaluation.every 0 --run.iterations 2 --run.checkpoint_every 1000 --run.save_rollouts_every 0 \
+    --update.microbatch_tokens 16384 || return
+  cp "$run/metrics.jsonl" "$OUT/paper.jsonl"
+  rm -rf "$model"
+}
+
+for part in "$@"; do
+  # shellcheck disable=SC2086
+  case $part in
+    vllm) measure vllm generation --sections vllm,work $TINY_FLAG $DEVICE ;;
+    draws) measure draws generation --sections steps,mixed,agreement,exact,kernels $TINY_FLAG $DEVICE ;;
+    learner) measure learner learner_memory --tied --sections all $TINY_FLAG ;;
+    plain) measure plain iteration --shape $SHAPE --prompts 16 --limit $SHORT --iterations 2 --lengths --rows 512 --layers auto --tokenizer "$TOKENIZER" $PLAIN ;;
+    paper)
+      begin=$(date +%s)
+      paper >"$OUT/paper.log" 2>&1
+      echo "paper: exit status $?, $(($(date +%s) - begin)) s"
+      ;;
+    big) measure big learner_memory --sections 7b $TINY_FLAG ;;
+    growth) measure growth growth --shape $SMALL --once 8192 --tokenizer "$TOKENIZER" --limits $LIMITS --prompts 4,16,64 ;;
+    *)
+      echo "no part '$part': see the head of this file" >&2
+      exit 2
+      ;;
+  esac
+done
