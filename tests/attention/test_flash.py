@@ -70,7 +70,7 @@ class Kernels:
         assert all(torch.equal(*both) for both in zip(given[5:], self.tables, strict=True))
         self.calls.append("our gradients")
         dq, dk, dv = self._gradients(g, *given[:3])
-        return dq, dk * (1 + self.off.get("dk", 0)), dv
+        return dq + self.off.get("noise", 0), dk * (1 + self.off.get("dk", 0)), dv
 
     def aten_back(self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **how: Any) -> Any:
         self.calls.append("aten's gradients")
@@ -172,6 +172,18 @@ def test_ours_are_left_where_they_differ(
     _, kind = gradients(runs)
     assert kind == flash.FLASH
     assert kernels.calls == ["aten", "aten's gradients"]
+
+
+def test_rounding_of_a_gradient_that_is_zero_is_no_difference(
+    monkeypatch: pytest.MonkeyPatch, kernels: Kernels
+) -> None:
+    """A lone token sees itself whatever its query: the gradients of query and key are 0, ours up to rounding."""
+    lone = make_trie([np.array([5])]).runs("cpu")
+    kernels.parts, kernels.tables = ([1], [1]), lone.blocks(torch.device("cpu"))
+    kernels.off = {"noise": 1e-6}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gradients(lone)[1] == flash.OURS
 
 
 def test_want_of_memory_is_no_reason_to_leave_ours(
