@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import torch
+from grids import dense
 
 CPU = "--cpu" in sys.argv
 if CPU:
@@ -26,15 +27,6 @@ DEVICE = "cpu" if CPU else "cuda"
 Spans = list[tuple[int, int]]  # where a path's queries start and stop
 EDGES: Spans = [(0, 1), (0, 33), (100, 230), (0, 130), (127, 128), (190, 257)]
 LONG: Spans = [(0, n) for n in (1, 31, 64, 65, 127, 128, 129, 256, 257, 1500)] + [(60, 130), (1000, 1100), (333, 1777)]
-
-
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of queries from position `start` on, [Q, H, D], and its log-sum-exp, [H, Q]."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,shd->hqs", q, k) * q.shape[2] ** -0.5
-    positions = torch.arange(len(k), device=k.device)
-    scores = scores.masked_fill(positions > positions[start : start + len(q), None], -torch.inf)
-    return torch.einsum("hqs,shd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
 def case(spans: Spans, heads: int, kv: int, dim: int) -> dict[str, Any]:

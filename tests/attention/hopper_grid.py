@@ -9,6 +9,7 @@ import json
 import sys
 
 import torch
+from grids import dense
 
 CPU = "--cpu" in sys.argv
 if CPU:
@@ -28,17 +29,6 @@ LONG: Spans = [(0, n) for n in (1, 31, 32, 64, 65, 127, 128, 129, 255, 256, 257)
     (1000, 1100),
     (333, 1777),
 ]
-
-
-def dense(
-    q_QHD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, start: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of queries from position `start` on, in float32: [Q, H, D]; and log-sum-exp [H, Q]."""
-    k, v = (x.float().repeat_interleave(q_QHD.shape[1] // x.shape[1], 1) for x in (k_SKD, v_SKD))
-    scores = torch.einsum("qhd,shd->hqs", q_QHD.float(), k) * q_QHD.shape[2] ** -0.5
-    positions = torch.arange(len(k), device=k.device)
-    scores.masked_fill_(positions > positions[start : start + len(q_QHD), None], -torch.inf)
-    return torch.einsum("hqs,shd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
 def worst(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -62,7 +52,7 @@ def draw(spans: Spans, heads: int, kv: int, dim: int) -> tuple[torch.Tensor, tor
 def wanted(q: torch.Tensor, spans: Spans, tokens: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """What dense attention gives for all paths: [T, H, D], and log-sum-exp [H, T]."""
     parts = q.split([stop - start for start, stop in spans])
-    both = [dense(part, *kv, start) for part, kv, (start, _) in zip(parts, tokens, spans, strict=True)]
+    both = [dense(part.float(), *kv.float(), start) for part, kv, (start, _) in zip(parts, tokens, spans, strict=True)]
     return torch.cat([out for out, _ in both]), torch.cat([lse for _, lse in both], 1)
 
 

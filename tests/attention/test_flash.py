@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from grids import on_hopper, run
+from grids import dense, on_hopper, run
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -24,16 +24,11 @@ ROWS = [np.array(row) for row in ([7, 8, 9, 1, 2], [7, 8, 5], [7, 8, 9, 4, 4, 4]
 SCALE = 0.7
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, fresh: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
+def along(q: Tensor, k: Tensor, v: Tensor, fresh: list[int], lengths: list[int]) -> tuple[Tensor, Tensor]:
     """Each run along its path, [T, H, D], and the log-sum-exp [H, T]."""
-    outs, sums = [], []
-    for q_run, k_run, v_run in zip(q.split(fresh), k.split(lengths), v.split(lengths), strict=True):
-        keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k_run, v_run))
-        ahead = torch.arange(len(keys)) - torch.arange(len(q_run))[:, None] - (len(keys) - len(q_run))
-        scores = torch.einsum("qhd,khd->hqk", q_run, keys).mul(SCALE).masked_fill(ahead > 0, -torch.inf)
-        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
-        sums.append(scores.logsumexp(-1))
-    return torch.cat(outs), torch.cat(sums, 1)
+    runs = zip(q.split(fresh), k.split(lengths), v.split(lengths), strict=True)
+    both = [dense(*run, len(run[1]) - len(run[0]), SCALE) for run in runs]
+    return torch.cat([out for out, _ in both]), torch.cat([lse for _, lse in both], 1)
 
 
 class Kernels:
@@ -54,17 +49,17 @@ class Kernels:
         self.calls.append("ours")
         if "fails" in self.off:
             raise RuntimeError("no such instruction")
-        out, lse = dense(q, k, v, *self.parts)
+        out, lse = along(q, k, v, *self.parts)
         return out * (1 + self.off.get("out", 0)), lse + self.off.get("lse", 0)
 
     def aten(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **how: Any) -> Any:
         self.calls.append("aten")
-        return *dense(q, k, v, *self.parts), None, None, None
+        return *along(q, k, v, *self.parts), None, None, None
 
     def _gradients(self, g: Tensor, *qkv: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in qkv]
-            return torch.autograd.grad(dense(*leaves, *self.parts)[0], leaves, g)
+            return torch.autograd.grad(along(*leaves, *self.parts)[0], leaves, g)
 
     def back(self, g: Tensor, *given: Tensor, scale: float) -> Any:
         assert all(torch.equal(*both) for both in zip(given[5:], self.tables, strict=True))
@@ -124,7 +119,7 @@ def by_hand(runs: Runs, layers: int = 1) -> list[Tensor]:
     q, k, v = inputs(runs)
     out = q
     for _ in range(layers):
-        out, _ = dense(out * 1.5, k[runs.paths_S], v[runs.paths_S], list(runs.fresh), list(runs.lengths))
+        out, _ = along(out * 1.5, k[runs.paths_S], v[runs.paths_S], list(runs.fresh), list(runs.lengths))
     return list(torch.autograd.grad(out.square().sum(), (q, k, v)))
 
 

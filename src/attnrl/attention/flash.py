@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnrl.attention.paged import failures, hopper
+from attnrl.attention.pages import rows_readable
 from attnrl.attention.trie import Runs
 
 FLASH, OURS = "flash_varlen", "hopper_paths"
@@ -75,9 +76,8 @@ def _shape(q_THD: Tensor, k_SKD: Tensor) -> tuple[int, ...]:
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """The tensor itself where the heads of a token lie side by side, and so that the copy engine takes its rows."""
-    side_by_side = x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if side_by_side else x.contiguous()
+    """The tensor as the copy engine can read it: itself where that will do."""
+    return x if rows_readable(x) else x.contiguous()
 
 
 # An op of torch's own, so that recomputation can keep what it returns.

@@ -35,6 +35,12 @@ def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     return sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes) * int(dtype.itemsize)
 
 
+def rows_readable(x_THD: Tensor) -> bool:
+    """Whether the copy engine can read these rows: heads end to end, rows as far apart as they like."""
+    row, *inner = x_THD.stride()
+    return inner == [x_THD.shape[2], 1] and row % 8 == 0 and bool(x_THD.data_ptr() % 16 == 0)
+
+
 def pages_for(tokens: int) -> int:
     """Pages that hold so many tokens.
 

@@ -326,12 +326,6 @@ def _paths(
     )
 
 
-def _reads(x_THD: Tensor) -> bool:
-    """Whether the copy engine can read these rows: heads end to end, rows as far apart as they like."""
-    row, *inner = x_THD.stride()
-    return inner == [x_THD.shape[2], 1] and row % 8 == 0 and bool(x_THD.data_ptr() % 16 == 0)
-
-
 def _suits(q_THD: Tensor, kv_heads: int) -> bool:
     """Whether this kernel can run for these queries."""
     return (
@@ -340,7 +334,7 @@ def _suits(q_THD: Tensor, kv_heads: int) -> bool:
         and q_THD.shape[0] > 0
         and q_THD.shape[1] > kv_heads
         and q_THD.shape[2] in (64, 128)
-        and _reads(q_THD)
+        and pages.rows_readable(q_THD)
     )
 
 
@@ -351,7 +345,9 @@ def fits(q_THD: Tensor, keys: Tensor, values: Tensor, window: int | None) -> boo
 
 def packed_fits(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> bool:
     """Whether `packed` can run on these tensors."""
-    alike = all(x.dtype == q_THD.dtype and x.shape[2] == q_THD.shape[2] and _reads(x) for x in (k_SKD, v_SKD))
+    alike = all(
+        x.dtype == q_THD.dtype and x.shape[2] == q_THD.shape[2] and pages.rows_readable(x) for x in (k_SKD, v_SKD)
+    )
     return alike and k_SKD.shape == v_SKD.shape and _suits(q_THD, k_SKD.shape[1])
 
 
