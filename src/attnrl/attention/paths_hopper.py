@@ -184,6 +184,20 @@ def _idle(barriers, done, tiles, swaps, w: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _first_scores(rings, barriers, zero, done, w: gl.constexpr):
+    """Scores of an item's first tile, with which nothing can overlap."""
+    q, k, _ = rings
+    _, _, k_full, k_empty, _, _, _ = barriers
+    STAGES: gl.constexpr = k.shape[0]
+    slot = done % STAGES
+    mbarrier.wait(k_full.index(slot), done // STAGES & 1)
+    product = warpgroup_mma(q.index(w), k.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[product])
+    mbarrier.arrive(k_empty.index(slot))
+    return s
+
+
+@gluon.jit
 def _attend(rings, barriers, position, end, scale2, done, tiles, swaps, w: gl.constexpr):
     """Attention of 64 queries, the first of them at `position`, over all tiles up to `end`: [64, D] and log-sum-exp."""
     q, k, v = rings
@@ -203,10 +217,7 @@ def _attend(rings, barriers, position, end, scale2, done, tiles, swaps, w: gl.co
     o = gl.zeros([ROWS, D], gl.float32, o_mma)
 
     slot = done % STAGES
-    mbarrier.wait(k_full.index(slot), done // STAGES & 1)
-    product = warpgroup_mma(q.index(w), k.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[product])
-    mbarrier.arrive(k_empty.index(slot))
+    s = _first_scores(rings, barriers, zero, done, w)
     x, top, keep, total = _weigh(s, top, total, scale2, query, key, True)
     p = gl.convert_layout(x.to(k.dtype), operand)
     mbarrier.wait(v_full.index(slot), done // STAGES & 1)
