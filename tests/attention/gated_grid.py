@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from typing import Any
 
 import torch
 
@@ -22,42 +23,55 @@ from attnrl.local import gated_hopper  # noqa: E402
 
 if CPU:
     gated_hopper._silu = torch.nn.functional.silu
+    gated_hopper.gdc_wait = lambda: None
+    gated_hopper.early = lambda device: {"EARLY": True}
 DEVICE = "cpu" if CPU else "cuda"
 
 
-def case(tokens: int, columns: int, inputs: int, programs: int | None, order: tuple[int, int]) -> dict[str, object]:
+def case(
+    tokens: int,
+    columns: int,
+    inputs: int,
+    programs: int | None,
+    tile: tuple[int, int] | None,
+    order: tuple[int, int] = (32, 2),
+) -> dict[str, object]:
     """Tokens are part of a wider matrix; a product of float32 is rounded where the modules round."""
     torch.manual_seed(0)
     x = torch.randn(tokens, inputs + 8).to(DEVICE, torch.bfloat16)[:, :inputs]
     weight = (torch.randn(2 * columns, inputs) * inputs**-0.5).to(DEVICE, torch.bfloat16)
     gate, up = (x.float() @ weight.float().T).bfloat16().float().chunk(2, 1)
     truth = torch.nn.functional.silu(gate).bfloat16().float() * up
-    out = gated_hopper.gated(x, weight, programs=programs, order=order).float()
+    out = gated_hopper.gated(x, weight, programs=programs, tile=tile, order=order).float()
     gap = ((out - truth).abs() / (truth.abs() + 0.25)).nan_to_num(torch.inf)
     return {"error": float(gap.max()), "shape": list(out.shape), "fits": gated_hopper.fits(x, weight)}
 
 
-def build() -> dict[str, object]:
+def build(wide: int, extra: int) -> dict[str, object]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    boxes = {"tokens_from": "64, 64", "weights_from": "128, 64", "to": "64, 128"}
-    constants = {"GROUP": 32, "LEAD": 2}
+    boxes = {"tokens_from": [64, 64], "wide_from": [wide, 64], "more_from": [extra or wide, 64], "to": [64, wide]}
+    stages = gated_hopper.TILES[wide, extra]
+    constants = {"EXTRA": extra, "STAGES": stages, "GROUP": 32, "LEAD": 1, "EARLY": True}
     names = gated_hopper._gated.arg_names
-    types = {name: f"tensordesc<bf16[{box}],{layout!r}>" for name, box in boxes.items()}
+    types = {name: f"tensordesc<bf16{box},{layout!r}>" for name, box in boxes.items()} | {"OUT": "*bf16"}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     source = GluonASTSource(gated_hopper._gated, signature, {(names.index(n),): v for n, v in constants.items()}, {})
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     ptx = built.asm["ptx"]
     return {
+        "tile": [wide, extra],
         "threads": built.metadata.num_warps * 32,
         "shared": built.metadata.shared,
-        "products": ptx.count("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"),
+        "products": ptx.count(f"wgmma.mma_async.sync.aligned.m64n{2 * wide}k16.f32.bf16.bf16"),
+        "beyond": ptx.count(f"wgmma.mma_async.sync.aligned.m64n{2 * extra}k16.f32.bf16.bf16") if extra else 0,
         "copies": ptx.count("cp.async.bulk.tensor.2d"),
         "matrix_stores": ptx.count("stmatrix.sync.aligned.m8n8.x4"),
+        "waits": ptx.count("griddepcontrol.wait"),
         "registers": max(int(n) for n in re.findall(r"setmaxnreg.dec.sync.aligned.u32\s+(\d+)", ptx)),
     }
 
@@ -65,10 +79,19 @@ def build() -> dict[str, object]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if "--compile" in sys.argv:
-        print(json.dumps(build()))
+        for tile in gated_hopper.TILES:
+            print(json.dumps(build(*tile)))
         sys.exit()
-    cases = [(200, 264, 512, 2, (2, 2)), (70, 136, 328, 3, (16, 3)), (1100, 128, 320, 4, (4, 0))]
+    cases: list[tuple[Any, ...]] = [
+        (200, 264, 512, 2, (128, 0), (2, 2)),
+        (70, 136, 392, 3, (64, 0), (16, 3)),
+        (1100, 128, 400, 4, (128, 0), (4, 0)),
+        (300, 280, 512, 4, (128, 8)),
+        (130, 296, 392, 2, (128, 16), (1, 0)),
+        (70, 304, 448, 2, (64, 8)),
+        (256, 152, 520, 3, (64, 16), (2, 3)),
+    ]
     if not CPU:
-        cases += [(tokens, 8960, 1536, None, (32, 2)) for tokens in (1024, 1999, 16384)]
+        cases += [(tokens, 8960, 1536, None, None) for tokens in (128, 256, 512, 1024, 1999, 16384)]
     for arguments in cases:
         print(json.dumps(case(*arguments)))

@@ -72,6 +72,19 @@ def test_the_same_draws_as_over_slots(kind: str, sampling: Sampling) -> None:
         assert batch.pool.used == 0
 
 
+def test_what_requests_share_is_not_allocated_twice() -> None:
+    """Ten branches that share six pages: six, one or two of their own each, and what may stand beside them."""
+    trunk = as_ids(np.arange(6 * PAGE) % VOCABULARY)
+    requests = [Request(as_ids([*trunk, 1 + i]), 20, i) for i in range(10)]
+    model = build()
+    sampler, batch = paged(model, check_every=4, stop_ids=())
+    expected = Sampler(model, stop_ids=()).generate(requests, Sampling(), version=0)
+    assert_same(expected, sampler.generate(requests, Sampling(), version=0))
+    assert batch.pool is not None
+    assert batch.pool.pages == 6 + 10 + 10 + 7 + 2  # a page of growth a row, the carry, page 0 and one to spare
+    assert sampler.stats.put_back == 0
+
+
 def test_too_few_pages_put_rows_back_and_change_nothing() -> None:
     """Nine pages for ten requests that grow to three each: rows stop, wait, and go on where they were."""
     model = build()

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
 
-from attnrl.local.early import early
+from attnrl.attention.early import early
 from attnrl.local.fused import FusedDecoder, _Joined
 
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnrl.attention.early import early, follow
 from attnrl.attention.pages import PAGE, SHARED_QUERIES
 
 LOG2E = 1.4426950408889634
@@ -29,6 +30,7 @@ LOG2E = 1.4426950408889634
 GLUON = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 10)
 Tile = tuple[int, int, int]  # keys a turn, warps, stages
 WARP_OUTPUTS = 2048  # numbers of a result that one warp can hold beside its tiles
+EARLY_ROWS = 16  # up to which decode kernels are so short that starting them early pays
 
 
 @triton.jit
@@ -88,8 +90,9 @@ def _decode(
     Q, KEYS, VALUES, TABLE, LENGTHS, ITEMS, OUT, PART, LSE, scale2, q_pitch, out_pitch, table_pitch, window, splits,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
+    follow(EARLY)
     item = ITEMS + tl.program_id(0) * 5
     kv = tl.program_id(1)
     rows = tl.load(item + 1)
@@ -145,8 +148,9 @@ def _decode(
 @triton.jit(do_not_specialize=["splits"])
 def _join(
     PART, LSE, SPLITS, OUT, out_pitch, splits,
-    H: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     count = tl.load(SPLITS + row)
@@ -275,13 +279,14 @@ def decode(
     wide, wide_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
     queries = max(16, triton.next_power_of_2(groups))
     tall = max(queries, SHARED_QUERIES)
+    launch = early(q_RHD.device) if rows <= EARLY_ROWS and shared_I5 is None else {}
 
     def read(items: Tensor, high: int) -> None:
         _decode[(items.shape[0], kv_heads)](
             q_RHD, keys, values, table_RM, lengths_R, items, out_RW, part, lse, scale * LOG2E, q_RHD.stride(0),
             out_RW.stride(0), table_RM.stride(0), window or 0, splits, heads, kv_heads, groups, dim, value_dim, wide,
             wide_value, high, PAGE, direct, window is not None, _precision(q_RHD.dtype),
-            num_warps=max(tile[0], min(8, high * wide_value // WARP_OUTPUTS)), num_stages=tile[1],
+            num_warps=max(tile[0], min(8, high * wide_value // WARP_OUTPUTS)), num_stages=tile[1], **launch,
         )  # fmt: skip
 
     if shared_I5 is None:
@@ -293,8 +298,9 @@ def decode(
         _together(q_RHD.device)
     if splits_R is not None:
         _join[(rows, heads)](
-            part, lse, splits_R, out_RW, out_RW.stride(0), splits, heads, value_dim, wide_value, 8, num_warps=1
-        )
+            part, lse, splits_R, out_RW, out_RW.stride(0), splits, heads, value_dim, wide_value, 8, num_warps=1,
+            **launch,
+        )  # fmt: skip
     return out_RW
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -89,12 +90,11 @@ class PagedBatch:
         self.stats, self._requests = stats, requests
         self._graphs.weights_may_have_moved()
         wanted = min(len(requests), self.setup.rows)
-        sizes = sorted((len(r.context) + r.max_tokens + self.setup.check_every for r in requests), reverse=True)
-        self._allocate(wanted, sizes)
+        self.waiting = sorted_rows([as_ids(r.context) for r in requests])
+        self._allocate(wanted)
         self._forward.refresh()
         stats.rows, stats.fused, stats.cuda_graph = wanted, self._forward.fused is not None, self._graphs.enabled
         self.table = RowTable(requests, wanted, self.setup.stops_V)
-        self.waiting = sorted_rows([as_ids(r.context) for r in requests])
 
     def close(self) -> None:
         """Ends a call, whole or broken off."""
@@ -124,11 +124,17 @@ class PagedBatch:
         self.pool = None
         self._forward.release()
 
-    def _allocate(self, rows: int, sizes: list[int]) -> None:
+    def _allocate(self, rows: int) -> None:
         """A pool for what the rows can need at most, within the budget, and the device's state for so many rows."""
+        requests = [self._requests[i] for i in self.waiting]
+        sizes = [len(r.context) + r.max_tokens + self.setup.check_every for r in requests]
+        alike = sum(common_prefix(as_ids(a.context), as_ids(b.context)) // PAGE for a, b in pairwise(requests))
+        together = sum(map(pages_for, sizes)) - alike  # of all requests, what they share held once
+        sizes.sort(reverse=True)
         longest = pages_for(sizes[0])
         per_page = PAGE * bytes_per_token(self.setup.layers, self.setup.dtype)
-        need = sum(map(pages_for, sizes[:rows])) + rows + longest + 2  # `_fitting` asks for a page to grow
+        most = min(together, sum(map(pages_for, sizes[:rows])))
+        need = most + rows + longest + 2  # `_fitting` asks for a page to grow
         pool = self.pool
         budget = self.setup.cache_bytes
         if budget is None and self.device.type == "cuda":

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnrl.local.early import early, follow
+from attnrl.attention.early import early, follow
 
 CHUNK = 4096
 

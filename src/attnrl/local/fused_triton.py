@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnrl.attention.early import early, follow
 from attnrl.attention.pages import PAGE
-from attnrl.local.early import early, follow
 
 
 @triton.jit(do_not_specialize=["pitch"])

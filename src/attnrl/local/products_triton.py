@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnrl.local.early import early, fetch, follow
+from attnrl.attention.early import early, fetch, follow
 
 FEW = 64  # tokens up to which these kernels were measured to be the faster ones
 PROGRAMS = 128  # that keep the memory of a large GPU busy
