@@ -72,6 +72,7 @@ def build(wide: int, extra: int) -> dict[str, object]:
         "copies": ptx.count("cp.async.bulk.tensor.2d"),
         "matrix_stores": ptx.count("stmatrix.sync.aligned.m8n8.x4"),
         "waits": ptx.count("griddepcontrol.wait"),
+        "loops_from": sorted(set(re.findall(r"scf.for %\w+ = %c(-?\d+)_", built.asm["ttgir"]))),
         "registers": max(int(n) for n in re.findall(r"setmaxnreg.dec.sync.aligned.u32\s+(\d+)", ptx)),
     }
 

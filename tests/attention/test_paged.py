@@ -86,6 +86,7 @@ def test_hopper_gate_and_up_compile_without_a_gpu() -> None:
         _, beyond = built["tile"]  # type: ignore[misc]
         assert all(built[name] for name in ("products", "copies", "matrix_stores", "waits")), built
         assert bool(built["beyond"]) == bool(beyond), built
+        assert built["loops_from"] == ["0"], "a number that changes from turn to turn became a constant"
         assert built["shared"] <= 227 * 1024, built  # type: ignore[operator]
 
 

@@ -91,7 +91,6 @@ def _produce(sources, rings, barriers, sizes, SPAN: gl.constexpr, GROUP: gl.cons
     full, empty = barriers
     tokens, columns, steps, turns = sizes
     STAGES: gl.constexpr = rings[1].shape[0]
-    begun = 0
     if EARLY:
         t, n = _tile(0, tokens, columns, SPAN, GROUP)
         for first in gl.static_range(STAGES):
@@ -99,9 +98,9 @@ def _produce(sources, rings, barriers, sizes, SPAN: gl.constexpr, GROUP: gl.cons
         gdc_wait()
         for first in gl.static_range(STAGES):
             _tokens(sources, rings, full, t, first, first)
-        begun = STAGES
     for turn in range(turns):
         t, n = _tile(turn, tokens, columns, SPAN, GROUP)
+        begun = gl.maximum(STAGES - turn * STAGES, 0) if EARLY else 0
         for k in range(begun, steps):
             use = turn * steps + k
             slot = use % STAGES
@@ -109,7 +108,6 @@ def _produce(sources, rings, barriers, sizes, SPAN: gl.constexpr, GROUP: gl.cons
                 mbarrier.wait(empty.index(w * STAGES + slot), (use // STAGES & 1) ^ 1)
             _weights(sources, rings, full, n, k, slot, columns, SPAN)
             _tokens(sources, rings, full, t, k, slot)
-        begun = 0
 
 
 @gluon.jit
