@@ -179,14 +179,16 @@ def _library_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def gated_times(tiny: bool, device: str) -> list[dict[str, Any]]:
-    """Gate and up of a prefill: the library's product and our activation after it, and both in one kernel."""
+    """Gate and up of many tokens: the library's product and our activation after it, and both in one kernel."""
     width, inner = (64, 64) if tiny else (1536, 8960)
     weight = (torch.randn(2 * inner, width, device=device) / width**0.5).bfloat16()
     out = []
-    for tokens in (64,) if tiny else (16_384, 8192, 2048):
+    for tokens in (64,) if tiny else (16_384, 8192, 2048, 1024, 512, 384):
         x = torch.randn(tokens, width, device=device).bfloat16()
         line = {"tokens": tokens, "two kernels, us": 1e3 * timed(partial(_library_gated, x, weight), device)}
         if hopper is not None and gated_hopper.fits(x, weight):
-            line["one kernel, us"] = 1e3 * timed(partial(gated_hopper.gated, x, weight), device)
+            for wide in gated_hopper.STAGES:
+                one = partial(gated_hopper.gated, x, weight, wide=wide)
+                line[f"one kernel, {wide} columns, us"] = 1e3 * timed(one, device)
         out.append(line)
     return out

@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
 # The numbers of docs/performance.md on one GPU, a part at a time, JSON and logs in a folder.
-#   bash benchmarks/speed_gpu.sh OUT TOKENIZER [vllm|draws|learner|plain|paper|big|growth ...]
+#   bash benchmarks/speed_gpu.sh OUT TOKENIZER [steps|vllm|small|mixed|learner|plain|paper|big|growth|kernels ...]
 # OUT: where to; TOKENIZER: a folder with that of DeepSeek-R1-Distill-Qwen. Without names all parts run, in this order:
-#   vllm     every call of the table beside vLLM 0.26.0 (it must be installed), in one call of the benchmark
-#   draws    steps, mixed lengths, the same draws, kernels alone
+#   steps    decode steps, the same draws, log-probs against transformers' forward
+#   vllm     every call of the table at 1.5B beside vLLM 0.26.0 (it must be installed), in one call of the benchmark
+#   small    the call at 135M beside vLLM
+#   mixed    1,024 requests of mixed length
 #   learner  1.5B, tied, all layers recomputed
-#   plain    a whole iteration against the plain way (vLLM again)
+#   plain    a whole iteration against the plain way (vLLM again), and its update with the least memory
 #   paper    `attnrl train attnrl_1p5b`, 8 prompts, responses of 8,192 tokens, two iterations
 #   big      the learner of 7B on one GPU
 #   growth   limits from 1,024 to 16,384 tokens, prompts from 4 to 64
+#   kernels  kernels alone, by tile, beside aten's and the library's
 # TINY=1 rehearses them on a CPU, but for vLLM: no number means anything then.
 set -u
 OUT=$1 TOKENIZER=$2
 shift 2
-[ $# -gt 0 ] || set -- vllm draws learner plain paper big growth
+[ $# -gt 0 ] || set -- steps vllm small mixed learner plain paper big growth kernels
 export PYTHONPATH=${PYTHONPATH:-$PWD/src:$PWD/benchmarks} PYTHONUNBUFFERED=1 VLLM_USE_FLASHINFER_SAMPLER=0
 mkdir -p "$OUT"
 COMMIT=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
@@ -52,16 +55,19 @@ make_model(sys.argv[1], sys.argv[2], Path(sys.argv[3]))" "$SHAPE" "$TOKENIZER" "
 for part in "$@"; do
   # shellcheck disable=SC2086
   case $part in
-    vllm) measure vllm generation --sections vllm,work $TINY_FLAG $DEVICE ;;
-    draws) measure draws generation --sections steps,mixed,agreement,exact,kernels $TINY_FLAG $DEVICE ;;
+    steps) measure steps generation --sections steps,agreement,exact $TINY_FLAG $DEVICE ;;
+    vllm) measure vllm generation --sections vllm,work --work 0,1,2,3,4,5,6 $TINY_FLAG $DEVICE ;;
+    small) measure small generation --sections vllm,work --work 7 $TINY_FLAG $DEVICE ;;
+    mixed) measure mixed generation --sections mixed $TINY_FLAG $DEVICE ;;
+    kernels) measure kernels generation --sections kernels $TINY_FLAG $DEVICE ;;
     learner) measure learner learner_memory --tied --sections all $TINY_FLAG ;;
-    plain) measure plain iteration --shape $SHAPE --prompts 16 --limit $SHORT --iterations 2 --lengths --rows 512 --layers auto --tokenizer "$TOKENIZER" $PLAIN ;;
+    plain) measure plain iteration --shape $SHAPE --prompts 16 --limit $SHORT --iterations 2 --lengths --rows 512 --layers auto --tokenizer "$TOKENIZER" --spare $PLAIN ;;
     paper)
       begin=$(date +%s)
       paper >"$OUT/paper.log" 2>&1
       echo "paper: exit status $?, $(($(date +%s) - begin)) s"
       ;;
-    big) measure big learner_memory --sections 7b $TINY_FLAG ;;
+    big) measure big learner_memory --sections 7b --updates 1 $TINY_FLAG ;;
     growth) measure growth growth --shape $SMALL --once 8192 --tokenizer "$TOKENIZER" --limits $LIMITS --prompts 4,16,64 ;;
     *)
       echo "no part '$part': see the head of this file" >&2

@@ -33,7 +33,7 @@ def case(
     columns: int,
     inputs: int,
     programs: int | None,
-    tile: tuple[int, int] | None,
+    wide: int | None,
     order: tuple[int, int] = (32, 2),
 ) -> dict[str, object]:
     """Tokens are part of a wider matrix; a product of float32 is rounded where the modules round."""
@@ -42,33 +42,32 @@ def case(
     weight = (torch.randn(2 * columns, inputs) * inputs**-0.5).to(DEVICE, torch.bfloat16)
     gate, up = (x.float() @ weight.float().T).bfloat16().float().chunk(2, 1)
     truth = torch.nn.functional.silu(gate).bfloat16().float() * up
-    out = gated_hopper.gated(x, weight, programs=programs, tile=tile, order=order).float()
+    wide = wide or gated_hopper.width(x, weight)
+    out = gated_hopper.gated(x, weight, programs=programs, wide=wide, order=order).float()
     gap = ((out - truth).abs() / (truth.abs() + 0.25)).nan_to_num(torch.inf)
     return {"error": float(gap.max()), "shape": list(out.shape), "fits": gated_hopper.fits(x, weight)}
 
 
-def build(wide: int, extra: int) -> dict[str, object]:
+def build(wide: int) -> dict[str, object]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    boxes = {"tokens_from": [64, 64], "wide_from": [wide, 64], "more_from": [extra or wide, 64], "to": [64, wide]}
-    stages = gated_hopper.TILES[wide, extra]
-    constants = {"EXTRA": extra, "STAGES": stages, "GROUP": 32, "LEAD": 1, "EARLY": True}
+    boxes = {"tokens_from": [64, 64], "weights_from": [wide, 64], "to": [64, wide]}
+    constants = {"STAGES": gated_hopper.STAGES[wide], "GROUP": 32, "LEAD": 2, "EARLY": True}
     names = gated_hopper._gated.arg_names
-    types = {name: f"tensordesc<bf16{box},{layout!r}>" for name, box in boxes.items()} | {"OUT": "*bf16"}
+    types = {name: f"tensordesc<bf16{box},{layout!r}>" for name, box in boxes.items()}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     source = GluonASTSource(gated_hopper._gated, signature, {(names.index(n),): v for n, v in constants.items()}, {})
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     ptx = built.asm["ptx"]
     return {
-        "tile": [wide, extra],
+        "wide": wide,
         "threads": built.metadata.num_warps * 32,
         "shared": built.metadata.shared,
         "products": ptx.count(f"wgmma.mma_async.sync.aligned.m64n{2 * wide}k16.f32.bf16.bf16"),
-        "beyond": ptx.count(f"wgmma.mma_async.sync.aligned.m64n{2 * extra}k16.f32.bf16.bf16") if extra else 0,
         "copies": ptx.count("cp.async.bulk.tensor.2d"),
         "matrix_stores": ptx.count("stmatrix.sync.aligned.m8n8.x4"),
         "waits": ptx.count("griddepcontrol.wait"),
@@ -80,19 +79,17 @@ def build(wide: int, extra: int) -> dict[str, object]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if "--compile" in sys.argv:
-        for tile in gated_hopper.TILES:
-            print(json.dumps(build(*tile)))
+        for wide in gated_hopper.STAGES:
+            print(json.dumps(build(wide)))
         sys.exit()
     cases: list[tuple[Any, ...]] = [
-        (200, 264, 512, 2, (128, 0), (2, 2)),
-        (70, 136, 392, 3, (64, 0), (16, 3)),
-        (1100, 128, 400, 4, (128, 0), (4, 0)),
-        (300, 280, 512, 4, (128, 8)),
-        (130, 296, 392, 2, (128, 16), (1, 0)),
-        (70, 304, 448, 2, (64, 8)),
-        (256, 152, 520, 3, (64, 16), (2, 3)),
+        (200, 264, 512, 2, 128, (2, 2)),
+        (70, 136, 392, 3, 64, (16, 3)),
+        (1100, 128, 400, 4, 128, (4, 0)),
+        (300, 280, 512, 4, 64),
+        (130, 296, 448, 2, 64, (1, 5)),
     ]
     if not CPU:
-        cases += [(tokens, 8960, 1536, None, None) for tokens in (128, 256, 512, 1024, 1999, 16384)]
+        cases += [(tokens, 8960, 1536, None, None) for tokens in (384, 512, 640, 1024, 1999, 16384)]
     for arguments in cases:
         print(json.dumps(case(*arguments)))

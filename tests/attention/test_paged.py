@@ -71,8 +71,7 @@ def test_hopper_kernel_on_a_cpu() -> None:
 def test_hopper_gate_and_up_on_a_cpu() -> None:
     pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
     rows = run("gated_grid.py", "--cpu")
-    shapes = [[200, 264], [70, 136], [1100, 128], [300, 280], [130, 296], [70, 304], [256, 152]]
-    assert [row["shape"] for row in rows] == shapes
+    assert [row["shape"] for row in rows] == [[200, 264], [70, 136], [1100, 128], [300, 280], [130, 296]]
     for row in rows:
         assert not row["fits"], "a CPU is no Hopper GPU"
         assert row["error"] < 2e-2, row  # type: ignore[operator]
@@ -81,11 +80,9 @@ def test_hopper_gate_and_up_on_a_cpu() -> None:
 def test_hopper_gate_and_up_compile_without_a_gpu() -> None:
     pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
     kernels = run("gated_grid.py", "--compile")
-    assert len(kernels) == 6
+    assert [built["wide"] for built in kernels] == [128, 64]
     for built in kernels:
-        _, beyond = built["tile"]  # type: ignore[misc]
         assert all(built[name] for name in ("products", "copies", "matrix_stores", "waits")), built
-        assert bool(built["beyond"]) == bool(beyond), built
         assert built["loops_from"] == ["0"], "a number that changes from turn to turn became a constant"
         assert built["shared"] <= 227 * 1024, built  # type: ignore[operator]
 
@@ -94,7 +91,7 @@ def test_hopper_gate_and_up_compile_without_a_gpu() -> None:
 @on_hopper
 def test_hopper_gate_and_up_compiled() -> None:
     rows = run("gated_grid.py")
-    assert all(row["fits"] for row in rows[7:]), rows
+    assert all(row["fits"] for row in rows[5:]), rows
     for row in rows:
         assert row["error"] < 2e-2, row  # type: ignore[operator]
 

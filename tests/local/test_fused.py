@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
 
 from attnrl.attention.early import early
+from attnrl.local import fused as fused_module
 from attnrl.local.fused import FusedDecoder, _Joined
 
 
@@ -18,8 +19,12 @@ def decoder(answer: torch.Tensor, few: bool = False) -> FusedDecoder:
     made = FusedDecoder.__new__(FusedDecoder)
     made.kernels = SimpleNamespace(gate=lambda gate, up: gate * up)
     made.products = SimpleNamespace(fits=lambda x: few, gated=lambda x, weight: torch.zeros(1))
-    made.gated = SimpleNamespace(fits=lambda x, weight: True, gated=lambda x, weight: answer)
-    made.compared = False
+    made.gated = SimpleNamespace(
+        fits=lambda x, weight: True,
+        width=lambda x, weight: 64 if len(x) < 5 else 128,
+        gated=lambda x, weight, wide: answer[: len(x)],
+    )
+    made.compared = set()
     return made
 
 
@@ -34,12 +39,33 @@ def joined(bias: bool = False) -> tuple[_Joined, torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def test_many_tokens_go_to_the_hopper_kernel_which_is_compared_once() -> None:
+def test_many_tokens_go_to_the_hopper_kernel_which_is_compared_once_a_width() -> None:
     both, x, truth = joined()
     fused = decoder(truth + 1e-6)
-    assert fused._gated(both, x) is fused.gated.gated(x, None)
-    fused.kernels = None  # from now on nothing is compared
-    assert fused._gated(both, x) is fused.gated.gated(x, None)
+    assert torch.equal(fused._gated(both, x), truth + 1e-6)
+    plain, fused.kernels = fused.kernels, None  # from now on nothing is compared
+    assert torch.equal(fused._gated(both, x), truth + 1e-6)
+    with pytest.raises(AttributeError):
+        fused._gated(both, x[:4])  # tiles of another width are
+    fused.kernels = plain
+    fused.compared.discard(64)
+    assert torch.equal(fused._gated(both, x[:4]), truth[:4] + 1e-6)
+    assert fused.compared == {64, 128}
+
+
+@torch.no_grad()
+def test_of_many_tokens_the_product_adds_the_residual(monkeypatch) -> None:
+    """The same sum as the module's result added afterwards, which few tokens and biases get."""
+    monkeypatch.setattr(fused_module, "MANY", 5)
+    fused = decoder(torch.zeros(1))
+    for module in (torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(4, 6)):
+        x, residual = torch.randn(5, 4), torch.randn(5, 6)
+        expected = residual + module(x)
+        for count in (5, 4):
+            into = residual[:count].clone()
+            after = fused._summed(module, x[:count], into)
+            assert (after is None) == (count == 5 and module.bias is None)
+            torch.testing.assert_close(into if after is None else into + after, expected[:count])
 
 
 @torch.no_grad()

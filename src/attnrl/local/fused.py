@@ -25,6 +25,7 @@ from attnrl.attention.pages import PagePool
 
 COPY_SHARE = 32  # gate and up weights are copied side by side where that takes at most this part of the memory
 FEW = 256  # tokens over which the kernel of gate and up is compared
+MANY = 1024  # tokens from which on a product adds the residual itself
 # How much farther from float32 than the model's own the fused logits may be: the median token, and any one. By the
 # kernels' formulas in torch, SmolLM2-135M, 14 texts: at most 1.23 and 5; with gates scaled by 1.02 the median is 1.46
 # to 2.4.
@@ -155,8 +156,8 @@ class FusedDecoder:
 
         self.kernels: Any = fused_triton
         self.products: Any = products_triton
-        self.gated: Any = None  # gate and up of many tokens, once its first result was compared
-        self.compared = False
+        self.gated: Any = None  # gate and up of many tokens
+        self.compared: set[int] = set()  # the widths of its tiles of which a result was compared
         if GLUON:
             from attnrl.local import gated_hopper
 
@@ -202,18 +203,25 @@ class FusedDecoder:
                 x_TW, q_THD, reading = x_TW[ends], q_THD[ends], plan.at_ends()
             seen_TX = reading.read(i, q_THD, *self.settings[i])
             norm = layer.module.post_attention_layernorm
-            seen = self._summed(attention.o_proj, seen_TX)
+            seen = self._summed(attention.o_proj, seen_TX, x_TW)
             x_TW, normed_TW = kernels.add_norm(x_TW, seen, norm.weight, norm.variance_epsilon)
-            after = self._summed(mlp.down_proj, self._gated(layer.gate_up, normed_TW))
+            after = self._summed(mlp.down_proj, self._gated(layer.gate_up, normed_TW), x_TW)
         norm = self.base.norm
         normed: Tensor = kernels.add_norm(x_TW, after, norm.weight, norm.variance_epsilon)[1]
         return normed
 
-    def _summed(self, module: Any, x_TK: Tensor) -> Tensor:
-        """What a linear module returns, [T, N], or parts of it, [S, T, N], for `add_norm` to add."""
-        if self.products.fits(x_TK) and type(module) is nn.Linear and module.bias is None:
+    def _summed(self, module: Any, x_TK: Tensor, residual_TN: Tensor) -> Tensor | None:
+        """What a linear module returns, [T, N], or parts of it, [S, T, N], for `add_norm` to add to the residual.
+
+        None: of many tokens the product itself has added it, in place and rounded once where the modules round twice.
+        """
+        plain = type(module) is nn.Linear and module.bias is None
+        if plain and self.products.fits(x_TK):
             parts: Tensor = self.products.summed_apart(x_TK, module.weight)
             return parts
+        if plain and len(x_TK) >= MANY:
+            residual_TN.addmm_(x_TK, module.weight.t())
+            return None
         out: Tensor = module(x_TK)
         return out
 
@@ -224,9 +232,11 @@ class FusedDecoder:
         if weight_MW is not None and self.products.fits(x_TW):
             out = self.products.gated(x_TW, weight_MW)
         elif weight_MW is not None and self.gated is not None and self.gated.fits(x_TW, weight_MW):
-            out = self.gated.gated(x_TW, weight_MW)
-            if not self.compared:
-                self.compared, theirs = True, self.kernels.gate(*gate_up(x_TW[:FEW]))
+            wide = self.gated.width(x_TW, weight_MW)
+            out = self.gated.gated(x_TW, weight_MW, wide=wide)
+            if wide not in self.compared:
+                self.compared.add(wide)
+                theirs = self.kernels.gate(*gate_up(x_TW[:FEW]))
                 if not agrees(out[:FEW], theirs, "gate and up run as two kernels"):
                     self.gated = None
                     return self._gated(gate_up, x_TW)

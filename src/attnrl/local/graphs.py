@@ -22,6 +22,7 @@ class Graphs:
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         self._weights: tuple[int, ...] = ()
         self._captured = 0
+        self._side: torch.cuda.Stream | None = None
 
     def clear(self) -> None:
         self._graphs.clear()
@@ -55,31 +56,50 @@ class Graphs:
     def _capture(self, key: Any, body: Callable[[Any], None], state: Sequence[Tensor]) -> torch.cuda.CUDAGraph | None:
         """The step as a graph, or None, said once, where the model does something a graph cannot hold.
 
-        The warm-up steps advance the state, so it is put back; what they wrote to the cache lies past every row's
-        length and is overwritten before it is read.
+        A second try has all cached memory to itself: a capture cannot free any.
         """
         before = [tensor.clone() for tensor in state]
-        current = torch.cuda.current_stream(self.device)
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(current)
-        graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
-        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-        try:
-            with torch.cuda.stream(side):
-                for _ in range(_WARM_UP):
-                    _restore(state, before)
-                    body(key)
-            current.wait_stream(side)
-            with torch.cuda.graph(graph, pool=pool):
-                body(key)
-            self._captured += 1
-        except RuntimeError as error:
-            self.enabled = False
-            self._graphs.clear()
-            warnings.warn(f"decode step runs eager, without CUDA graphs (slower): {error}", stacklevel=2)
-            torch.cuda.synchronize(self.device)
-            graph = None
+        graph: torch.cuda.CUDAGraph | None = None
+        for last in (False, True):
+            try:
+                graph = self._record(key, body, state, before)
+                self._captured += 1
+                break
+            except RuntimeError as error:
+                torch.cuda.synchronize(self.device)
+                torch.cuda.empty_cache()
+                if last:
+                    self.enabled = False
+                    self._graphs.clear()
+                    warnings.warn(f"decode step runs eager, without CUDA graphs (slower): {error}", stacklevel=2)
         _restore(state, before)
+        return graph
+
+    def _record(
+        self, key: Any, body: Callable[[Any], None], state: Sequence[Tensor], before: Sequence[Tensor]
+    ) -> torch.cuda.CUDAGraph:
+        """A warm-up and the capture, beside the current stream; both leave the state to be put back.
+
+        What the warm-up writes to the cache lies past every row's length and is overwritten before it is read. It is
+        not `torch.cuda.graph`, which first gives back all cached memory, the host's too: the next prefill would wait
+        for it again.
+        """
+        current = torch.cuda.current_stream(self.device)
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)  # one for all: graphs share memory by stream
+        self._side.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        pool = [held.pool() for held in self._graphs.values()][:1]
+        with torch.cuda.stream(self._side):
+            for _ in range(_WARM_UP):
+                _restore(state, before)
+                body(key)
+            graph.capture_begin(*pool)
+            try:
+                body(key)
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._side)
         return graph
 
 
