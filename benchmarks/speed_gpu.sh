@@ -12,14 +12,15 @@
 #   big      the learner of 7B on one GPU
 #   growth   limits from 1,024 to 16,384 tokens, prompts from 4 to 64
 #   kernels  kernels alone, by tile, beside aten's and the library's
-# TINY=1 rehearses them on a CPU, but for vLLM: no number means anything then.
+# TINY=1 rehearses them on a CPU, but for vLLM: no number means anything then. COMMIT: where the tree is no checkout.
+# Runs are written below TMPDIR, 25 GB at a time: give it a fast disk, or memory.
 set -u
 OUT=$1 TOKENIZER=$2
 shift 2
 [ $# -gt 0 ] || set -- steps vllm small mixed learner plain paper big growth kernels
 export PYTHONPATH=${PYTHONPATH:-$PWD/src:$PWD/benchmarks} PYTHONUNBUFFERED=1 VLLM_USE_FLASHINFER_SAMPLER=0
 mkdir -p "$OUT"
-COMMIT=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
+COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 PYTHON=${PYTHON:-python3}
 SHAPE=1.5B SMALL=mini LIMIT=8192 SHORT=2048 TINY_FLAG='' DEVICE='' PLAIN=--plain LIMITS=1024,2048,4096,8192,16384
 if [ -n "${TINY:-}" ]; then
@@ -36,8 +37,9 @@ measure() { # name, script, options
 }
 
 paper() {
-  local model=$OUT/model run=$OUT/run
-  rm -rf "$model" "$run"
+  local folder model run
+  folder=$(mktemp -d)
+  model=$folder/model run=$folder/run
   $PYTHON -c "
 import sys
 from pathlib import Path
@@ -49,7 +51,7 @@ make_model(sys.argv[1], sys.argv[2], Path(sys.argv[3]))" "$SHAPE" "$TOKENIZER" "
     --evaluation.every 0 --run.iterations 2 --run.checkpoint_every 1000 --run.save_rollouts_every 0 \
     --update.microbatch_tokens 16384 || return
   cp "$run/metrics.jsonl" "$OUT/paper.jsonl"
-  rm -rf "$model"
+  rm -rf "$folder"
 }
 
 for part in "$@"; do
