@@ -312,7 +312,7 @@ class Bench:
     def compile(self, model: Any) -> None:
         """Runs every kernel once, over few tokens: Triton compiles at the first use on a machine."""
         sampler = Sampler(model, stop_ids=[], rows=64, **self.paged)
-        for count, context, shared in ((10, 64, 0), (10, 640, 600), (30, 64, 0), (60, 64, 0)):
+        for count, context, shared in ((10, 64, 0), (10, 640, 600), (10, 640, 0), (30, 64, 0), (60, 64, 0)):
             rows = contexts(count, context, shared, model.config.vocab_size, self.rng)
             sampler.generate([Request(row, 20, i) for i, row in enumerate(rows)], Sampling(), version=0)
         sampler.close()

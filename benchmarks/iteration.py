@@ -234,14 +234,14 @@ def main() -> None:
         if args.plain is not None or args.spare:
             ENGINES.clear()
             free()
-        if args.spare:
-            record["spare"] = spared(model, work.samples, args.microbatch_tokens)
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
-            free()
         if args.plain is not None:
             record["plain"] = compared(model, work, args.plain or PHASES, rows[-1], args.microbatch_tokens)
-            if args.spare and "update" in record["plain"]["seconds"]:
-                ours, theirs = record["spare"], record["plain"]
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+            free()
+        if args.spare:
+            record["spare"] = ours = spared(model, work.samples, args.microbatch_tokens)
+            theirs = record.get("plain", {"seconds": {}})
+            if "update" in theirs["seconds"]:
                 ours["plain_over_ours"] = theirs["seconds"]["update"] / ours["seconds"]["update"]
                 ours["memory_of_plain"] = ours["peak_gb"].get("update", 0) / theirs["peak_gb"].get("update", 1)
             args.out.write_text(json.dumps(record, indent=1) + "\n")

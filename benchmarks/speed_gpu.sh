@@ -36,10 +36,8 @@ measure() { # name, script, options
   echo "$name: exit status $?, $(($(date +%s) - begin)) s"
 }
 
-paper() {
-  local folder model run
-  folder=$(mktemp -d)
-  model=$folder/model run=$folder/run
+paper() { # folder
+  local model=$1/model run=$1/run
   $PYTHON -c "
 import sys
 from pathlib import Path
@@ -51,7 +49,6 @@ make_model(sys.argv[1], sys.argv[2], Path(sys.argv[3]))" "$SHAPE" "$TOKENIZER" "
     --evaluation.every 0 --run.iterations 2 --run.checkpoint_every 1000 --run.save_rollouts_every 0 \
     --update.microbatch_tokens 16384 || return
   cp "$run/metrics.jsonl" "$OUT/paper.jsonl"
-  rm -rf "$folder"
 }
 
 for part in "$@"; do
@@ -65,9 +62,10 @@ for part in "$@"; do
     learner) measure learner learner_memory --tied --sections all $TINY_FLAG ;;
     plain) measure plain iteration --shape $SHAPE --prompts 16 --limit $SHORT --iterations 2 --lengths --rows 512 --layers auto --tokenizer "$TOKENIZER" --spare $PLAIN ;;
     paper)
-      begin=$(date +%s)
-      paper >"$OUT/paper.log" 2>&1
+      begin=$(date +%s) folder=$(mktemp -d)
+      paper "$folder" >"$OUT/paper.log" 2>&1
       echo "paper: exit status $?, $(($(date +%s) - begin)) s"
+      rm -rf "$folder"
       ;;
     big) measure big learner_memory --sections 7b --updates 1 $TINY_FLAG ;;
     growth) measure growth growth --shape $SMALL --once 8192 --tokenizer "$TOKENIZER" --limits $LIMITS --prompts 4,16,64 ;;

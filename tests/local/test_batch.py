@@ -81,8 +81,15 @@ def test_what_requests_share_is_not_allocated_twice() -> None:
     expected = Sampler(model, stop_ids=()).generate(requests, Sampling(), version=0)
     assert_same(expected, sampler.generate(requests, Sampling(), version=0))
     assert batch.pool is not None
-    assert batch.pool.pages == 6 + 10 + 10 + 7 + 2  # a page of growth a row, the carry, page 0 and one to spare
+    need = 6 + 10 + 10 + 7 + 2  # a page of growth a row, the carry, page 0 and one to spare
+    assert batch.pool.pages == need + need // 8
     assert sampler.stats.put_back == 0
+    pool = batch.pool
+    for tokens, kept in ((26, True), (28, False)):  # the latter is a page more a row
+        longer = [Request(r.context, tokens, r.seed) for r in requests]
+        expected = Sampler(model, stop_ids=()).generate(longer, Sampling(), version=0)
+        assert_same(expected, sampler.generate(longer, Sampling(), version=0))
+        assert (batch.pool is pool, sampler.stats.put_back) == (kept, 0)
 
 
 def test_too_few_pages_put_rows_back_and_change_nothing() -> None:

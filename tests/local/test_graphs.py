@@ -18,11 +18,15 @@ class Recorded:
 
     body: Callable[[], None]
     begun: ClassVar[list[tuple[Any, ...]]] = []
+    broken = False
 
     def capture_begin(self, *pool: Any) -> None:
         Recorded.begun.append(pool)
 
-    def capture_end(self) -> None: ...
+    def capture_end(self) -> None:
+        if Recorded.broken:
+            Recorded.broken = False
+            raise RuntimeError("capture invalidated")
 
     def pool(self) -> str:
         return "memory"
@@ -68,21 +72,41 @@ def test_a_step_is_captured_once_a_key_and_changes_the_state_once(device) -> Non
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_a_capture_that_fails_is_tried_once_more(device, failures: int) -> None:
-    graphs = Graphs(torch.nn.Linear(1, 1), device, enabled=True)
-    state = torch.zeros(1)
-    left = [failures]
+def test_a_capture_without_memory_is_tried_once_more(device, failures: int) -> None:
+    state, left = torch.zeros(1), [failures]
 
     def body(key: str) -> None:
         state.add_(1)
         if len(Recorded.begun) > failures - left[0] and left[0]:
             left[0] -= 1
-            raise RuntimeError("out of memory")
+            raise torch.cuda.OutOfMemoryError("no memory")
 
+    graphs = stepped(device, body, state, "no memory" if failures == 2 else "")
+    assert len(Recorded.begun) == 2
+    assert graphs.enabled is (failures == 1)
+
+
+def test_what_a_graph_cannot_hold_is_said_and_runs_eager(device) -> None:
+    state = torch.zeros(1)
+
+    def body(key: str) -> None:
+        state.add_(1)
+        if len(Recorded.begun) == 1 and not Recorded.broken:
+            Recorded.begun.append(("broken",))
+            Recorded.broken = True
+            raise RuntimeError("a number was asked of the device")
+
+    graphs = stepped(device, body, state, "a number was asked of the device")
+    assert not graphs.enabled
+
+
+def stepped(device: torch.device, body: Callable[[str], None], state: torch.Tensor, warning: str) -> Graphs:
+    """Graphs after two steps, each of which has changed the state once."""
+    graphs = Graphs(torch.nn.Linear(1, 1), device, enabled=True)
     Recorded.body = lambda: state.add_(1)
-    with pytest.warns(UserWarning, match="runs eager, without CUDA graphs") if failures == 2 else nullcontext():
+    with pytest.warns(UserWarning, match=f"eager.*{warning}") if warning else nullcontext():
         graphs.step("a", body, [state])
     assert state.item() == 1
-    assert graphs.enabled is (failures == 1)
     graphs.step("a", body, [state])
     assert state.item() == 2
+    return graphs

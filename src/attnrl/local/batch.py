@@ -39,6 +39,8 @@ from attnrl.local.rows import RowTable
 from attnrl.local.stats import SamplerStats, length_bucket, step_rows
 from attnrl.types import Ids, Request, Sampling, as_ids
 
+SPARE = 8  # a pool is larger by this part than a call needs, so that one a little larger keeps it and its graphs
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Carry:
@@ -116,6 +118,7 @@ class PagedBatch:
             total = torch.cuda.get_device_properties(self.device).total_memory
             if self.pool.pages * self.pool.page_bytes > total // 8:
                 self.release()
+                torch.cuda.empty_cache()  # what graphs held can serve nothing else
 
     def release(self) -> None:
         """Frees pages, state and graphs."""
@@ -143,10 +146,11 @@ class PagedBatch:
             budget = (torch.cuda.mem_get_info(self.device)[0] + kept + own) // 2
         fitting = (4 << 30 if budget is None else budget) // per_page
         least = longest + 3
-        wanted = max(least, min(need, fitting))
-        if pool is None or pool.pages < max(least, wanted * 9 // 10):
+        enough = max(least, need if need <= fitting else fitting * 9 // 10)
+        if pool is None or pool.pages < enough:
             self.release()
-            pool = self.pool = PagePool(self.setup.layers, wanted, self.setup.dtype, self.device)
+            room = max(least, min(need + need // SPARE, fitting))
+            pool = self.pool = PagePool(self.setup.layers, room, self.setup.dtype, self.device)
         pool.peak = 0
         self.stats.cache_bytes = pool.pages * pool.page_bytes
         columns = max(pages_for(length_bucket(sizes[0])), pages_for(self.setup.check_every) + 1)

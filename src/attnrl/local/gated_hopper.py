@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_wait
 from attnrl.attention.early import early
 from attnrl.attention.gluon_parts import copy_in, copy_out, new_barriers, on_hopper, sync, view
 
-MANY = 384  # tokens from which on this kernel is the faster one, where a layer is 1,536 wide or more
+MANY = 384  # tokens from which on this kernel is the faster one, where there are tiles for all multiprocessors
 STAGES = {128: 4, 64: 6}  # as many as shared memory holds, by columns of gate, and as many of up, of a tile
 ROWS = gl.constexpr(64)  # tokens of a warpgroup
 DEEP = gl.constexpr(64)  # inputs of a stage: as wide as its swizzle
@@ -185,6 +185,7 @@ def fits(x_TK: Tensor, weight_MK: Tensor) -> bool:
     return (
         on_hopper(x_TK)
         and len(x_TK) >= MANY
+        and -(-len(x_TK) // 128) * (len(weight_MK) // 128) >= _multiprocessors(x_TK)
         and x_TK.dtype in (torch.bfloat16, torch.float16)
         and weight_MK.dtype == x_TK.dtype
         and x_TK.shape[1] >= max(STAGES.values()) * DEEP.value
@@ -193,16 +194,21 @@ def fits(x_TK: Tensor, weight_MK: Tensor) -> bool:
     )
 
 
+def _multiprocessors(x: Tensor) -> int:
+    count: int = torch.cuda.get_device_properties(x.device).multi_processor_count
+    return count
+
+
 def width(x_TK: Tensor, weight_MK: Tensor) -> int:
     """Columns of a tile for these tokens and weights, on their device."""
-    programs = torch.cuda.get_device_properties(x_TK.device).multi_processor_count
-    return best_width(len(x_TK), len(weight_MK) // 2, programs)
+    return best_width(len(x_TK), len(weight_MK) // 2, _multiprocessors(x_TK))
 
 
 def best_width(tokens: int, columns: int, programs: int) -> int:
     """128, or 64 where a last turn of few tiles would leave most programs idle.
 
-    Half as wide, a tile takes more than half as long, by a sixth or so (384 to 1,024 tokens, one H200).
+    Half as wide, a tile takes more than half as long, by a sixth or so, and a turn of few of them is short: 38, 51 and
+    101 us for 42, 59 and 104 with 384, 512 and 1,024 tokens, 8,960 columns and 1,536 inputs on an H200.
 
     >>> [best_width(tokens, 8960, 132) for tokens in (384, 512, 640, 768, 896, 1024, 16384)]
     [64, 64, 128, 64, 128, 64, 128]
@@ -226,7 +232,7 @@ def gated(
     out_TN = x_TK.new_empty(tokens, columns)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     rows, deep = ROWS.value, DEEP.value
-    programs = programs or torch.cuda.get_device_properties(x_TK.device).multi_processor_count
+    programs = programs or _multiprocessors(x_TK)
     tiles = triton.cdiv(tokens, 2 * rows) * triton.cdiv(columns, wide)
     _gated[(min(tiles, programs),)](
         TensorDescriptor(x_TK, [tokens, inputs], [x_TK.stride(0), 1], [rows, deep], layout),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -56,22 +57,22 @@ class Graphs:
     def _capture(self, key: Any, body: Callable[[Any], None], state: Sequence[Tensor]) -> torch.cuda.CUDAGraph | None:
         """The step as a graph, or None, said once, where the model does something a graph cannot hold.
 
-        A second try has all cached memory to itself: a capture cannot free any.
+        Where memory runs out, a second try has all that was cached: a capture cannot free any.
         """
         before = [tensor.clone() for tensor in state]
         graph: torch.cuda.CUDAGraph | None = None
-        for last in (False, True):
+        try:
             try:
                 graph = self._record(key, body, state, before)
-                self._captured += 1
-                break
-            except RuntimeError as error:
-                torch.cuda.synchronize(self.device)
+            except torch.cuda.OutOfMemoryError:
                 torch.cuda.empty_cache()
-                if last:
-                    self.enabled = False
-                    self._graphs.clear()
-                    warnings.warn(f"decode step runs eager, without CUDA graphs (slower): {error}", stacklevel=2)
+                graph = self._record(key, body, state, before)
+            self._captured += 1
+        except RuntimeError as error:
+            self.enabled = False
+            self._graphs.clear()
+            warnings.warn(f"decode step runs eager, without CUDA graphs (slower): {error}", stacklevel=2)
+            torch.cuda.synchronize(self.device)
         _restore(state, before)
         return graph
 
@@ -97,8 +98,11 @@ class Graphs:
             graph.capture_begin(*pool)
             try:
                 body(key)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # it would hide what went wrong
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         current.wait_stream(self._side)
         return graph
 
