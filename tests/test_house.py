@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shutil
 import subprocess
@@ -240,3 +241,22 @@ def test_a_planted_doubled_knob_is_found(lines: str, found: list[str]) -> None:
     text = (ROOT / "src/attnrl/local/sampler.py").read_text()
     assert doubled_knobs(text) == []
     assert doubled_knobs(f"{text}\n\n@dataclass\n{lines}\n") == found
+
+
+def test_kernels_are_compiled_for_a_model_and_not_for_a_number_of_tokens() -> None:
+    """Triton compiles once more for a number that is a multiple of 16, in the middle of a run, unless told not to."""
+    triton = pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
+    names = ["attention.paged_triton", "scoring.fci_triton", "scoring.head_triton"]
+    names += [f"local.{name}_triton" for name in ("draw", "fused", "learn", "products")]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/attnrl").rglob("*.py"))
+    launched = set(re.findall(r"(_\w+)\[\(", source))
+    changing = {"T", "S", "tokens", "rows", "splits", "table_pitch", "pages"}  # from call to call
+    found = set()
+    for name in names:
+        module = importlib.import_module(f"attnrl.{name}")
+        for kernel, function in vars(module).items():
+            if isinstance(function, triton.runtime.jit.JITFunction) and kernel in launched:
+                kept = (p.name for p in function.params if not p.is_constexpr and not p.do_not_specialize)
+                found |= {(kernel, parameter) for parameter in kept if parameter in changing}
+    # rows of a step are powers of two; the others are a pitch, always a multiple of 16
+    assert found == {("_product", "T"), ("_column_sums", "T"), ("_step_max", "T")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -96,13 +96,13 @@ class Graphs:
                 _restore(state, before)
                 body(key)
             graph.capture_begin(*pool)
+            whole = False
             try:
                 body(key)
-            except BaseException:
-                with suppress(RuntimeError):  # it would hide what went wrong
+                whole = True
+            finally:
+                with nullcontext() if whole else suppress(RuntimeError):  # a second error would hide the first
                     graph.capture_end()
-                raise
-            graph.capture_end()
         current.wait_stream(self._side)
         return graph
 

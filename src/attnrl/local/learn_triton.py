@@ -17,7 +17,7 @@ from torch import Tensor
 ROWS = 32  # rows whose gradients of the norm's weight one program adds up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _norm_back(
     X, WEIGHT, G_NORMED, G_SUM, DX, DWEIGHT, eps, T, W, BW: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr
 ):

@@ -133,7 +133,7 @@ def _column_sums(
     tl.store(OUT + h * T + offs_n, acc, mask=live_n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])  # else Triton compiles once more where it happens to be a multiple of 16
 def _step_max(
     OUT,
     STEPS,
@@ -167,7 +167,7 @@ def _step_max(
     tl.store(BEST + step, tl.where(broken, float("nan"), best))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _row_lse(
     Q, K, SPAN, LSE, scale2, softcap, window, T, sqt, sqh, skt, skh, G: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
