@@ -40,10 +40,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 RESPONSES = 64  # of full length in the sampler's cache
 GPUS = (80, 141)  # GB
 TREES = 4  # of six trunks, half of them right (Eq. 9)
-# Tokens a second of sampler and learner by response length, 1.5B shape, one H200, commit 0223078 (docs/performance.md):
+# Tokens a second of sampler and learner by response length, 1.5B shape, one H200, commit 05d0c33 (docs/performance.md):
 # 256 requests of 128 + 2,048 tokens; 64 of 4,096 + 512; learner with all layers again and reference, microbatches of
 # 16,384.
-MEASURED = {2048: (58_700, 33_953), 8192: (10_549, 29_672)}
+MEASURED = {2048: (57_889, 33_740), 8192: (10_386, 29_555)}
+LEARNER_7B = 4_421  # the same of 7B with its optimizer on the host, responses of 8,192 tokens, commit e647cfc
 FORWARD_MS = {"0.5B": 39.4, "1.5B": 81.3, "7B": 264.2}  # scoring 8,192 tokens, one H200, commit eb78a4f
 
 
@@ -148,7 +149,7 @@ def by_layers() -> dict[tuple[str, str], list[float]]:
 
 def hours() -> str:
     """Minutes of an iteration of `attnrl_1p5b` and hours of its 500, as Markdown: tokens by `work`, over what one H200
-    was measured to do at the 1.5B shape; the other sizes by the ratio of their scoring forwards.
+    was measured to do at the 1.5B shape, and the learner at that of 7B; the rest by the ratio of scoring forwards.
     """
     config = load_config("attnrl_1p5b")
     lines = [
@@ -157,11 +158,12 @@ def hours() -> str:
     ]
     for length, (sampler, learner) in MEASURED.items():
         ahead = work(config, prompt=100, length=length, trees=TREES, points=config.algo.points)
-        seconds = ahead.generated / sampler + ahead.trained / learner
         cells = []
-        for forward in FORWARD_MS.values():
-            scaled = seconds * forward / FORWARD_MS["1.5B"]
-            cells.append(f"{scaled / 60:.1f} min, {scaled * config.run.iterations / 3600:.0f} h")
+        for size, forward in FORWARD_MS.items():
+            times = forward / FORWARD_MS["1.5B"]
+            update = ahead.trained / LEARNER_7B if size == "7B" else ahead.trained / learner * times
+            seconds = ahead.generated / sampler * times + update
+            cells.append(f"{seconds / 60:.1f} min, {seconds * config.run.iterations / 3600:.0f} h")
         drawn, trained = f"{ahead.generated / 1e6:.1f} M", f"{ahead.trained / 1e6:.1f} M"
         lines.append(f"| {length:,} tokens | {drawn} | {trained} | {' | '.join(cells)} |")
     return "\n".join(lines)

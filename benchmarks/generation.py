@@ -29,6 +29,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ WORK = [
     ("135M 2048x(64+256)", 2048, 64, 256, 0),
 ]
 STEPS = [(64, 4096), (8, 4096), (256, 128)]
+# requests, context and shared tokens of the calls that compile what any number of rows takes
+COMPILED = ((10, 64, 0), (10, 640, 600), (10, 640, 0), (30, 64, 0), (60, 64, 0))
 
 
 def build(shape: dict[str, Any], device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -263,6 +266,7 @@ class Bench:
             if size not in self.compiled:
                 self.compile(model)
                 self.compiled.add(size)
+            self.compile(model, [(-(-count // self.scale), 40, 0)])  # what so many rows take
             line, stats = self.timed(model, count, context, new, shared)
             line = {"work": name, **line}
             if rival := self.rival.get(i):
@@ -309,10 +313,10 @@ class Bench:
             print(name, found[name], flush=True)
         return found
 
-    def compile(self, model: Any) -> None:
+    def compile(self, model: Any, calls: Sequence[tuple[int, int, int]] = COMPILED) -> None:
         """Runs every kernel once, over few tokens: Triton compiles at the first use on a machine."""
-        sampler = Sampler(model, stop_ids=[], rows=64, **self.paged)
-        for count, context, shared in ((10, 64, 0), (10, 640, 600), (10, 640, 0), (30, 64, 0), (60, 64, 0)):
+        sampler = Sampler(model, stop_ids=[], rows=max(count for count, *_ in calls), **self.paged)
+        for count, context, shared in calls:
             rows = contexts(count, context, shared, model.config.vocab_size, self.rng)
             sampler.generate([Request(row, 20, i) for i, row in enumerate(rows)], Sampling(), version=0)
         sampler.close()

@@ -13,7 +13,8 @@
 #   growth   limits from 1,024 to 16,384 tokens, prompts from 4 to 64
 #   kernels  kernels alone, by tile, beside aten's and the library's
 # TINY=1 rehearses them on a CPU, but for vLLM: no number means anything then. COMMIT: where the tree is no checkout.
-# Runs are written below TMPDIR, 25 GB at a time: give it a fast disk, or memory.
+# Runs are written below TMPDIR, 25 GB at a time: give it a fast disk, or memory. EACH: seconds that a part may take;
+# what it has written by then stays.
 set -u
 OUT=$1 TOKENIZER=$2
 shift 2
@@ -21,7 +22,7 @@ shift 2
 export PYTHONPATH=${PYTHONPATH:-$PWD/src:$PWD/benchmarks} PYTHONUNBUFFERED=1 VLLM_USE_FLASHINFER_SAMPLER=0
 mkdir -p "$OUT"
 COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
-PYTHON=${PYTHON:-python3}
+PYTHON="timeout -k 10 ${EACH:-3600} ${PYTHON:-python3}"
 SHAPE=1.5B SMALL=mini LIMIT=8192 SHORT=2048 TINY_FLAG='' DEVICE='' PLAIN=--plain LIMITS=1024,2048,4096,8192,16384
 if [ -n "${TINY:-}" ]; then
   SHAPE=tiny SMALL=tiny LIMIT=64 SHORT=64 TINY_FLAG=--tiny DEVICE='--device cpu' PLAIN='' LIMITS=64,128
@@ -47,8 +48,10 @@ make_model(sys.argv[1], sys.argv[2], Path(sys.argv[3]))" "$SHAPE" "$TOKENIZER" "
     --data.decontaminate '[]' --data.clean False --reward parity:parity --algo.prompts 8 --algo.max_prompts 12 --algo.group 6 \
     --sampling.max_response_tokens "$LIMIT" --algo.segmenter every_n_tokens --algo.segmenter_options '{"tokens": 45}' \
     --evaluation.every 0 --run.iterations 2 --run.checkpoint_every 1000 --run.save_rollouts_every 0 \
-    --update.microbatch_tokens 16384 || return
+    --update.microbatch_tokens 16384
+  local status=$?
   cp "$run/metrics.jsonl" "$OUT/paper.jsonl"
+  return $status
 }
 
 for part in "$@"; do
