@@ -15,7 +15,7 @@ import torch
 import attnrl
 from attnrl.cli import run
 from attnrl.config import ModelConfig, load_config
-from attnrl.errors import MissingExtraError, TrainingError
+from attnrl.errors import MissingExtraError, MissingFileError, TrainingError
 from attnrl.launch.checking import Findings, forecast_memory
 from attnrl.launch.forecast import GB, Shape, activations, cache_bytes, host_memory, memory, shape_of, work
 from attnrl.launch.models import model_path
@@ -125,6 +125,13 @@ def test_a_gold_that_earns_less_than_nonsense_is_found():
     found = attnrl.check("demo", overrides=overrides, prompts=1, responses=2, say=said.append)
     assert levels(found)["reward"] == "wrong"
     assert "its gold earns -1, nonsense 0" in "\n".join(said)
+
+
+@pytest.mark.parametrize("key", ["data.decontaminate", "evaluation.benchmarks"])
+def test_a_benchmark_that_is_not_there_is_said_with_the_key_that_asks_for_it(tmp_path, key):
+    where = {key: ["aime24"], "data.directory": str(tmp_path)}
+    with pytest.raises(MissingFileError, match=rf"^{key}: benchmark aime24: .*; or leave aime24 out of {key}$"):
+        attnrl.check("demo", overrides={**SMALL, **where})
 
 
 def test_metrics_of_an_engine_that_are_no_numbers_are_found(own):

@@ -23,7 +23,6 @@ def train_records(config: Config, say: Say) -> list[Record]:
     `data.decontaminate` names benchmarks, without leaked, conflicting and repeated ones with `data.clean`.
     """
     from attnrl.data.audit import clean, decontaminate
-    from attnrl.data.benchmarks import load_benchmark
     from attnrl.data.records import LARGEST, load_records
     from attnrl.data.tasks import as_records
 
@@ -47,7 +46,7 @@ def train_records(config: Config, say: Say) -> list[Record]:
             )
         records += found.records
     if data.decontaminate:
-        benchmarks = [load_benchmark(name, data.directory) for name in data.decontaminate]
+        benchmarks = [_known_benchmark(config, name, "data.decontaminate") for name in data.decontaminate]
         without = decontaminate(records, [record for rows in benchmarks for record in rows])
         say(without.report())
         records = list(without.records)
@@ -97,8 +96,18 @@ def benchmark_label(name: str) -> str:
     return name if name in BENCHMARKS or name.startswith("gym:") else Path(name).name.split(".")[0]
 
 
+def _known_benchmark(config: Config, name: str, key: str) -> list[Record]:
+    """A benchmark of ours; where it cannot be had, the error names the key that asks for it."""
+    from attnrl.data.benchmarks import load_benchmark
+
+    try:
+        return load_benchmark(name, config.data.directory)
+    except MissingFileError as error:
+        raise MissingFileError(f"{key}: {error}; or leave {name} out of {key}") from error
+
+
 def _benchmark(config: Config, name: str) -> list[Record]:
-    from attnrl.data.benchmarks import BENCHMARKS, load_benchmark
+    from attnrl.data.benchmarks import BENCHMARKS
     from attnrl.data.gym import gym_records
     from attnrl.data.records import load_records
     from attnrl.data.tasks import as_records
@@ -109,7 +118,7 @@ def _benchmark(config: Config, name: str) -> list[Record]:
     if name.startswith("gym:"):
         return gym_records(name.removeprefix("gym:"), "test", count, seed)
     if name in BENCHMARKS:
-        return load_benchmark(name, config.data.directory)
+        return _known_benchmark(config, name, "evaluation.benchmarks")
     if not Path(name).exists():
         known = ", ".join(BENCHMARKS)
         raise MissingFileError(
