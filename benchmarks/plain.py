@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -101,9 +101,10 @@ def generate(folder: str, requests: Sequence[Request], clock: Clock) -> str:
 
     def settings(request: Request) -> Any:
         new = {"max_tokens": request.max_tokens, "min_tokens": request.max_tokens}
-        return vllm.SamplingParams(temperature=1.0, logprobs=0, ignore_eos=True, **new)
+        return vllm.SamplingParams(temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False, **new)
 
-    engine.generate(prompts[:2], [vllm.SamplingParams(max_tokens=4)] * 2, use_tqdm=False)
+    short = replace(requests[0], max_tokens=4)
+    engine.generate(prompts[:2], [settings(short)] * 2, use_tqdm=False)  # compiles what log-probs take
     with clock.phase("generate"):
         engine.generate(prompts, [settings(r) for r in requests], use_tqdm=False)
     del engine

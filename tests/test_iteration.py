@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attnrl import iteration
 from attnrl.backend import generate_by
 from attnrl.config import load_config
 from attnrl.errors import TrainingError
-from attnrl.iteration import Parts, first_state
+from attnrl.iteration import Clock, Parts, first_state
 from attnrl.schedules import SCHEDULES, on_policy, one_step_off_policy
 from attnrl.types import Request, Rollout, Sampling, Scores, Verdict, as_floats, as_ids
 from fakes import EOS, RIGHT, FakeBackend, decode, fake_parts, grade
@@ -298,3 +299,14 @@ def test_a_part_that_writes_into_what_it_is_shown_is_named(kind: str, pick: Any)
     with pytest.raises(ValueError, match="read-only") as raised:
         one_step_off_policy(first_state(parts, 0), parts)
     assert raised.value.__notes__ == [f"algo.{kind}: raised by the {kind} part"]
+
+
+def test_an_iteration_takes_its_phases_and_what_lies_between(monkeypatch) -> None:
+    moments = iter([10.0, 11.0, 14.0, 15.0, 17.0, 17.5])  # begins; generate, 3 s; update, 2 s; the end
+    monkeypatch.setattr(iteration.time, "perf_counter", lambda: next(moments))
+    clock = Clock()
+    for phase in ("generate", "update"):
+        with clock.phase(phase):
+            pass
+    expected = {"seconds/generate": 3.0, "seconds/update": 2.0, "seconds/other": 2.5, "seconds/iteration": 7.5}
+    assert clock.metrics() == {"verify/errors": 0.0, **expected}

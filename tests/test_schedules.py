@@ -434,19 +434,19 @@ def test_errors_are_counted_by_kind_and_a_prompt_of_errors_alone_is_left_out() -
 
 @pytest.mark.parametrize("schedule", [OFF, OVER, ON])
 def test_each_phase_is_timed_where_it_runs(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that advances by one a reading: each timed phase takes 1. A batch is graded in two: handed over,
-    and waited for.
+    """A clock that advances by one a reading: each timed phase takes 1, and 1 lies between any two of them, before the
+    first and after the last. A batch is graded in two: handed over, and waited for.
     """
     ticks = count()
     monkeypatch.setattr("attnrl.iteration.time.perf_counter", lambda: float(next(ticks)))
     metrics = step(parts_of(), schedule).metrics
     seconds = {k.removeprefix("seconds/"): v for k, v in metrics.items() if k.startswith("seconds/")}
     if schedule == OFF:  # the first iteration draws its trunks before
-        assert seconds == {"generate": 2, "verify": 6, "score": 2, "update": 1, "iteration": 11}
+        assert seconds == {"generate": 2, "verify": 6, "score": 2, "update": 1, "other": 12, "iteration": 23}
     elif schedule == OVER:  # and waits for branches and trunks apart
-        assert seconds == {"generate": 3, "verify": 6, "score": 2, "update": 1, "iteration": 12}
+        assert seconds == {"generate": 3, "verify": 6, "score": 2, "update": 1, "other": 13, "iteration": 25}
     else:
-        assert seconds == {"generate": 2, "verify": 4, "score": 1, "update": 1, "iteration": 8}
+        assert seconds == {"generate": 2, "verify": 4, "score": 1, "update": 1, "other": 9, "iteration": 17}
 
 
 def test_of_a_batch_of_one_prompt_that_is_kept_nothing_was_filtered() -> None:

@@ -100,8 +100,9 @@ class Outcome:
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds per phase, and verdicts that are errors by their kind."""
+    """Seconds per phase of an iteration, which begins with it, and verdicts that are errors by their kind."""
 
+    begun: float = field(default_factory=lambda: time.perf_counter())
     seconds: dict[str, float] = field(default_factory=dict)
     errors: Counter[str] = field(default_factory=Counter)
 
@@ -112,10 +113,12 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
+        """`seconds/PHASE`, what lay between the phases (`other`) and all of it so far; errors by kind and in all."""
+        whole = time.perf_counter() - self.begun
         named = {f"seconds/{name}": spent for name, spent in self.seconds.items()}
+        rest = {"seconds/other": whole - sum(named.values()), "seconds/iteration": whole}
         errors = {f"verify/{kind}": float(count) for kind, count in self.errors.items()}
-        total = {"verify/errors": float(self.errors.total()), "seconds/iteration": sum(named.values())}
-        return {**errors, **named, **total}
+        return {**errors, "verify/errors": float(self.errors.total()), **named, **rest}
 
 
 class Grading(AbstractContextManager["Grading"]):
