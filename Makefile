@@ -28,6 +28,7 @@ demo: $(STAMP)
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "attnrl needs Python 3.11 or newer; set PYTHON=python3.x"; exit 2; }
+	@echo "installing into $(VENV): a minute or more, once"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $(STAMP)

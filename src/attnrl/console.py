@@ -67,8 +67,19 @@ def _line(m: dict[str, float], done: int, iterations: int, left: float) -> str:
         f"{m.get('both/valid', m.get('trunks/valid', 0)):>6.0%}{m.get('train/samples', 0):>6.0f}"
         f"{m.get('generate/length', 0):>7.0f}{m.get('generate/truncated_share', 0):>5.0%}"
         f"{m.get('trunks/steps', 0):>6.1f}{m.get('policy/entropy', float('nan')):>8.3f}"
-        f"{m.get('policy/kl', float('nan')):>7.4f}{speed:>6.0f}{time_span(left):>7}"
+        f"{_small(m.get('policy/kl', float('nan'))):>7}{speed:>6.0f}{time_span(left):>7}"
     )
+
+
+def _small(value: float) -> str:
+    """A number that is mostly far below 1, in six characters.
+
+    >>> _small(0.01234), _small(6.3174), _small(637566.6549), _small(float("nan"))
+    ('0.0123', '6.32', '6e+05', 'nan')
+    """
+    if abs(value) >= 1000:
+        return f"{value:.0e}"
+    return f"{value:.3g}" if abs(value) >= 1 else f"{value:.4f}"
 
 
 def _ungraded(metrics: dict[str, float]) -> str:

@@ -85,13 +85,28 @@ class Asked:
             error.add_note(f"{self.key}: raised by the {self.part}")
 
 
+ALIASES = {"learning_rate": "lr", "kl_coef": "kl_weight", "beta": "kl_weight", "max_tokens": "max_response_tokens"}
+ALIASES |= {
+    "max_new_tokens": "max_response_tokens",
+    "batch_size": "prompts",
+    "num_generations": "group",
+    "steps": "iterations",
+}
+
+
 def near(name: str, known: Any) -> str:
     """A hint at the nearest known name, empty where none is near.
 
-    >>> near("fcy", ["fci", "entropy"])
-    "; did you mean 'fci'?"
+    >>> near("fcy", ["fci", "entropy"]), near("attnrl", ["s_attnrl", "attnrl_1p5b"])
+    ("; did you mean 'fci'?", "; did you mean 'attnrl_1p5b'?")
+    >>> near("update.learning_rate", ["update.lr_warmup_updates", "update.lr"])
+    "; did you mean 'update.lr'?"
     """
-    found = difflib.get_close_matches(name, list(known), n=1)
+    names = list(known)
+    said = ALIASES.get(name.rpartition(".")[2])
+    meant = [one for one in names if said and one.rpartition(".")[2] == said]
+    begins = [one for one in names if len(name) > 3 and one.startswith(name)]
+    found = meant or begins[:1] or difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 

@@ -199,7 +199,10 @@ def check_run(path: Path, config: dict[str, Any], *, resume: bool) -> State | No
     """
     run = Run(path)
     if run.recorded and not resume:
-        raise ConfigError(f"--run-dir {path} already holds a run; add --resume to continue it, or choose another")
+        raise ConfigError(
+            f"--run-dir {path} already holds a run; add --resume (in Python resume=True) to continue it, or choose "
+            "another"
+        )
     if run.recorded:
         changed = _differences(json.loads((path / "config.json").read_text()), config, Config().model_dump(mode="json"))
         free = may_change()

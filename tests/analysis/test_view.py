@@ -385,6 +385,9 @@ class TestTheServer:
         taken = served(run).server.server_address[1]
         with pytest.raises(ConfigError, match=f"--port {taken} cannot be used"):
             open_view([run], taken)
+        another = open_view([run], taken, or_any=True)
+        assert another.server.server_address[1] not in (0, taken)
+        another.server.server_close()
 
 
 def test_rollout_of_one_token_has_a_page(

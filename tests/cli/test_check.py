@@ -127,11 +127,20 @@ def test_a_gold_that_earns_less_than_nonsense_is_found():
     assert "its gold earns -1, nonsense 0" in "\n".join(said)
 
 
-@pytest.mark.parametrize("key", ["data.decontaminate", "evaluation.benchmarks"])
-def test_a_benchmark_that_is_not_there_is_said_with_the_key_that_asks_for_it(tmp_path, key):
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [("data.decontaminate", "--data.decontaminate none"), ("evaluation.benchmarks", "--evaluation.every 0 needs none")],
+)
+def test_a_benchmark_that_is_not_there_is_said_with_its_key_and_the_rest_is_looked_at(tmp_path, key, instead):
     where = {key: ["aime24"], "data.directory": str(tmp_path)}
-    with pytest.raises(MissingFileError, match=rf"^{key}: benchmark aime24: .*; or leave aime24 out of {key}$"):
-        attnrl.check("demo", overrides={**SMALL, **where})
+    rows = attnrl.check("demo", overrides={**SMALL, **where}, say=lambda text: None)
+    [wrong] = [row for row in rows if row.level == "wrong"]
+    assert wrong.about == "data"
+    assert wrong.said.startswith(f"{key}: benchmark aime24: neither ")
+    assert wrong.said.endswith(instead)
+    assert {"prompt", "reward", "memory", "parts", "agreement"} <= {row.about for row in rows}
+    with pytest.raises(MissingFileError, match=f"^{key}: benchmark aime24"):
+        attnrl.train("demo", tmp_path / "run", overrides={**SMALL, **where}, say=lambda text: None)
 
 
 def test_metrics_of_an_engine_that_are_no_numbers_are_found(own):
@@ -167,7 +176,7 @@ def test_responses_that_are_cut_off_are_said_to_teach_nothing(own):
     found = attnrl.check("demo", overrides=overrides, prompts=1, responses=2, say=said.append)
     assert levels(found)["responses"] == "look"
     text = "\n".join(said)
-    for words in ("most were cut off", "all are wrong", "no step can be branched at"):
+    for words in ("most were cut off", "all are wrong", "FCI of every step is 0 in most"):
         assert words in text
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from attnrl.cli.data import main
 from attnrl.data.records import load_records
-from attnrl.errors import ConfigError
+from attnrl.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -55,3 +55,13 @@ def test_report_and_clean_file(files, capsys):
 def test_no_file_is_a_mistake():
     with pytest.raises(ConfigError, match="at least one file"):
         main([])
+
+
+def test_columns_of_other_names_can_be_named(tmp_path, capsys):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"task": "1 + 1", "key": "2"}\n{"task": "1 + 1", "key": "2"}\n')
+    with pytest.raises(DataError, match=r"columns found: task, key.*`attnrl data`: --columns"):
+        main([str(file)])
+    main([str(file), "--columns", '{problem = "task", answer = "key"}'])
+    assert "2 rows, layout task/key" in (said := capsys.readouterr().out)
+    assert "1 further copy" in said

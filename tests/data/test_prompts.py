@@ -176,8 +176,13 @@ def test_a_benchmark_is_rendered_whole_or_not_at_all():
     assert [p.problem for p in prompts] == ["one", "one two three", "one"]
     with pytest.raises(DataError, match=r"mine: 1 of 3 .*more than 3 tokens, the first is f:2; raise eval"):
         render_benchmark("mine", rows, words_tokenizer(), template="{problem}", max_prompt_tokens=3)
-    with pytest.raises(ConfigError, match="words that this model's tokenizer does not know"):
+    said = r"1 of 1 prompts hold words that this model's tokenizer does not know \('four'\); .* of its own settings$"
+    with pytest.raises(ConfigError, match=said):
         render_benchmark("mine", [record("four")], words_tokenizer(), template="{problem}")
+    with pytest.raises(
+        ConfigError, match=r"does not know, in what stands around the problem; --data.template '{problem}'"
+    ):
+        render_benchmark("mine", [record("one")], words_tokenizer(), template="Solve {problem}")
 
 
 def test_overlong_and_repeated_prompts_are_counted_with_their_rows():

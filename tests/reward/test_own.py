@@ -18,7 +18,7 @@ import pytest
 
 from attnrl.errors import ConfigError, DataError, TrainingError
 from attnrl.reward import Rewards, build_rewards
-from attnrl.reward.runners import PIECE, InWorkers
+from attnrl.reward.runners import PIECE, TRIED, InWorkers
 from attnrl.types import Attempt, Verdict
 from processes import alive, wait_until
 
@@ -70,6 +70,16 @@ def hostile(attempts):
             case "short":
                 return []
     return [float(a.response) for a in attempts]
+
+
+def sleeps(attempts, *, path):
+    with open(path, "a") as file:
+        print(len(attempts), file=file)
+    time.sleep(600)
+
+
+def of_one(attempt):
+    return float(attempt.response == attempt.answers[0])
 
 
 def needs_file(attempts, *, path):
@@ -304,6 +314,21 @@ def test_a_function_that_no_attempt_survives_is_broken_itself_however_small_the_
         assert [(v.reward, v.error) for v in almost] == [(0.0, None)] * count + [(1.0, None)]
         # it works, as the last one shows, which is asked about again: these responses did it
         assert [(v.rule, v.error) for v in rewards.grade(attempts(*["recurse"] * count))] == [("limit", None)] * count
+
+
+def test_a_function_that_hangs_on_the_first_few_is_asked_no_more(own_file: str, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    said = r"20 of 20 rewards .*'sleeps' \(20 times\): timeout: .*; so it went with each of the first 4 attempts"
+    with built(own_file, "sleeps", {"path": str(calls)}, timeout_s=1.0) as rewards:
+        with pytest.raises(TrainingError, match=said):
+            rewards.grade(attempts(*"a" * 20))
+        assert calls.read_text().split() == ["1"] * TRIED
+
+
+def test_a_function_for_one_attempt_is_told_that_it_gets_a_list(own_file: str) -> None:
+    said = r"'list' object has no attribute 'response' \(.*, line \d+; a plain function gets a list of attempts"
+    with built(own_file, "of_one") as rewards, pytest.raises(TrainingError, match=said):
+        rewards.grade(attempts("a"))
 
 
 def test_a_function_that_worked_and_breaks_now_is_broken(own_file: str, tmp_path: Path) -> None:

@@ -68,14 +68,18 @@ class View:
                 self.stopping.wait(1.0)
 
 
-def open_view(run_dirs: Sequence[Path], port: int = 0) -> View:
-    """A view of these runs, not yet started; port 0 is any free one."""
+def open_view(run_dirs: Sequence[Path], port: int = 0, *, or_any: bool = False) -> View:
+    """A view of these runs, not yet started; port 0 is any free one, which is also taken with `or_any` where the port
+    is in use.
+    """
     watches = [Watch(path, name) for path, name in named_runs(run_dirs)]
     for watch in watches:
         watch.record()  # a directory that is no run is refused here
     try:
         server = Server((LOOPBACK, port), handler(watches))
     except OSError as error:
+        if or_any and port:
+            return open_view(run_dirs)
         raise ConfigError(
             f"--port {port} cannot be used ({error.strerror}); choose another, 0 for any free one"
         ) from None

@@ -40,7 +40,7 @@ COMMANDS = {
 
 GO_ON = {  # what to do after an interruption
     "demo": "; the same command goes on from the newest checkpoint",
-    "train": "; the same command with --resume goes on from the newest checkpoint",
+    "train": "; the same command with --resume goes on from the newest checkpoint, if there is one yet",
     "eval": "; the same command goes on where this one stopped",
     "disrupt": "; the same command goes on where this one stopped",
 }

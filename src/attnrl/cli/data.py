@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 from rich.console import Console
@@ -40,6 +40,8 @@ class DataFlags(Section):
     """Benchmarks (aime24, aime25, amc23, math500, minerva, olympiad, gsm8k; or all) or files that no row may repeat."""
     split: str = "train"
     """Split to take of a directory or hub data set."""
+    columns: dict[Literal["problem", "answer"], str] = Field(default_factory=dict)
+    """Your names of the columns: '{problem = "question", answer = "key"}'."""
     clean: Path | None = None
     """Write the rows worth training on here: no contamination, no leaked or conflicting answers, one copy of each."""
     json_file: Path | None = None
@@ -61,7 +63,7 @@ def main(argv: list[str]) -> None:
     console = Console(stderr=True)
     for file in options.files:
         with console.status(f"reading {file} and comparing its rows"):
-            records = load_records(file, split=options.split)
+            records = load_records(file, split=options.split, columns=options.columns)
             report = _report(records, evals, bool(options.against))
         _show(report, options.rows)
         reports.append(report)

@@ -2,7 +2,8 @@
 
 A command's own flags are the fields of a `Section`; where it takes keys of the config, they are dotted
 (`--algo.points 3`) or have a short name. A value is read as its key's type wants it: text as it stands; else TOML or
-JSON; a list also as names between commas, or as one name by itself; "none" is nothing where a key may be empty.
+JSON; a list also as names between commas, or as one name by itself; "none" is nothing where a key may be empty, and
+an empty list.
 """
 
 from __future__ import annotations
@@ -93,13 +94,15 @@ def read_value(text: str, wanted: Any) -> Any:
 
     >>> read_value("3", int), read_value("3", str), read_value("easy", str), read_value('{"a": 1}', dict)
     (3, '3', 'easy', {'a': 1})
-    >>> read_value("2,6", tuple[int, int]), read_value("a.parquet", tuple[str, ...])
-    ([2, 6], ['a.parquet'])
+    >>> read_value("2,6", tuple[int, int]), [read_value(text, tuple[str, ...]) for text in ("a.parquet", "none")]
+    ([2, 6], [['a.parquet'], []])
     """
     members = _members(wanted)
     if type(None) in members and text.lower() == "none":
         return None
     if _is_list(wanted):
+        if text.lower() == "none":
+            return []
         value = plain_value(text) if text.lstrip()[:1] in ("[", "{") else None
         if isinstance(value, list | dict):
             return value

@@ -3,7 +3,7 @@
 Trains a policy and writes a run directory: resolved config, metrics.jsonl,
 forests in parquet, checkpoints in Hugging Face format. Each
 iteration prints a line: prompts of the batch, share of right trunks, share of
-prompts with both outcomes (valid), samples trained on, mean length and share
+prompts whose rewards differ (valid), samples trained on, mean length and share
 cut off of what was drawn, steps a trunk, entropy, KL to the start, speed of
 drawing, time left (docs/metrics.md).
 

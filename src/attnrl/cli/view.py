@@ -24,19 +24,21 @@ from attnrl.analysis.view import open_view
 from attnrl.cli.flags import read_flags
 from attnrl.config import Section
 
+PORT = 8765
+
 
 class ViewFlags(Section):
     """The flags of `attnrl view`."""
 
     run_dirs: tuple[Path, ...]
     """run directories of `attnrl train`, finished or still going."""
-    port: int = Field(8765, ge=0, le=65535)
-    """On the loopback interface; 0 takes any free one."""
+    port: int | None = Field(None, ge=0, le=65535)
+    """On the loopback interface: by default 8765 or, where that is taken, any free one; 0: any free one."""
 
 
 def main(argv: list[str]) -> None:
     options, _ = read_flags(ViewFlags, argv, str(__doc__), words="run_dirs")
-    view = open_view(options.run_dirs, options.port)
+    view = open_view(options.run_dirs, PORT if options.port is None else options.port, or_any=options.port is None)
     view.start()
     print(f"{view.url}   (Ctrl-C ends it)", flush=True)
     try:

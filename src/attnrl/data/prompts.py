@@ -121,13 +121,28 @@ def render_benchmark(
             f"benchmark {name}: {len(dropped)} of {len(records)} prompts have more than {max_prompt_tokens} tokens, "
             f"the first is {dropped.overlong[0]}; raise evaluation.max_prompt_tokens (--max-prompt-tokens)"
         )
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    if unknown is not None and any((prompt.ids == unknown).any() for prompt in prompts):
-        raise ConfigError(
-            f"benchmark {name}: its prompts hold words that this model's tokenizer does not know; for a model of "
-            "made-up tasks give --data.template '{problem}' and tasks of its own settings"
-        )
+    if said := unknown_words(prompts, tokenizer):
+        raise ConfigError(f"benchmark {name}: {said}")
     return prompts
+
+
+def unknown_words(prompts: Sequence[Prompt], tokenizer: Any) -> str:
+    """How many prompts hold words that the tokenizer does not know, which, and what helps; empty where none does."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    strange = [] if unknown is None else [prompt for prompt in prompts if (prompt.ids == unknown).any()]
+    if not strange:
+        return ""
+    said = f"{len(strange):,} of {len(prompts):,} prompts hold words that this model's tokenizer does not know"
+    if not getattr(tokenizer, "is_fast", False):
+        return f"{said}, first in {strange[0].problem[:60]!r} or around it"
+    problem = strange[0].problem
+    found = tokenizer(problem, add_special_tokens=False, return_offsets_mapping=True)
+    pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
+    words = dict.fromkeys(problem[start:stop].strip() for token, (start, stop) in pairs if token == unknown)
+    if words:
+        first = ", ".join(map(repr, list(words)[:3]))
+        return f"{said} ({first}); a model of made-up tasks needs tasks of its own settings"
+    return f"{said}, in what stands around the problem; --data.template '{{problem}}' leaves data.template's words out"
 
 
 def _check_chat(records: Sequence[Record], uses_chat: bool, system: str | None, options: Mapping[str, Any]) -> None:

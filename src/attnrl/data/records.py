@@ -16,7 +16,10 @@ from typing import Any, Literal
 from attnrl.data.files import Row, iterate_rows
 from attnrl.errors import DataError
 
-MEND = "fix or remove the row, or leave such rows out (data.drop_bad_rows = true; strict=False in Python)"
+MEND = (
+    "fix or remove the row, or leave such rows out (data.drop_bad_rows = true; strict=False in Python); "
+    "`attnrl data FILE` lists them all"
+)
 PROBLEM_COLUMNS = ("problem", "question", "query", "prompt", "input", "instruction")
 ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth", "target", "gold", "solution")
 LARGEST = 65_536  # characters of JSON that one other column may have
@@ -183,7 +186,8 @@ def find_layout(row: Row, columns: Mapping[Literal["problem", "answer"], str] | 
         f"{row.where}: unknown layout, columns found: {', '.join(row.columns) or 'none'}; known layouts: "
         f"prompt + reward_model (verl), body + question + answer, or a problem column ({', '.join(PROBLEM_COLUMNS)}) "
         f"with an answer column ({', '.join(ANSWER_COLUMNS)}); name yours: "
-        'data.columns = {problem = "...", answer = "..."}'
+        'data.columns = {problem = "...", answer = "..."}, in a shell --data.columns with the table in single quotes '
+        "(`attnrl data`: --columns)"
     )
 
 

@@ -121,7 +121,9 @@ def request_seed(seed: int, benchmark: str, row: int, sample: int) -> int:
 def check_samples(samples: Mapping[str, int], ks: Sequence[int] | None = None) -> None:
     """Raise where pass@k cannot be estimated from that many samples; callers ask before they load a model."""
     if not samples:
-        raise ConfigError("nothing to evaluate: name at least one benchmark")
+        raise ConfigError(
+            "nothing to evaluate: name at least one benchmark; a run without any has evaluation.every = 0"
+        )
     if ks is not None and (not ks or min(ks) < 1):
         raise ConfigError(f"k = {list(ks)}: give one or more numbers of at least 1")
     for name, count in samples.items():

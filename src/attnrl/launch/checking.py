@@ -27,6 +27,7 @@ from attnrl.launch.data import (
     evaluation_samples,
     prompt_stream,
     train_records,
+    without_missing,
 )
 from attnrl.launch.forecast import GB, host_memory, memory, shape_of, work
 from attnrl.launch.models import check_engine, decoder, load_tokenizer, open_engine
@@ -108,6 +109,9 @@ def check(
     bound, path = ready.bound, ready.model
     check_engine(ready.engine, config, path)
     found.add("ok", "config", f"parts, loss, rewards and engine {config.engine.name!r} are there; model {path}")
+    config, missing = without_missing(config)
+    for said in missing:
+        found.add("wrong", "data", said)
     about_data: list[str] = []
     records = train_records(config, about_data.append)
     tokenizer = load_tokenizer(path)
@@ -142,14 +146,14 @@ def look_at_prompt(prompt: Prompt, tokenizer: Any, found: Findings) -> None:
     ids = prompt.ids.tolist()
     text = tokenizer.decode(ids, skip_special_tokens=False)
     said = f"{len(ids)} tokens, as the model sees them:\n{text}"
-    odd = []
+    odd, strange = [], ids.count(getattr(tokenizer, "unk_token_id", None))
     if not getattr(tokenizer, "chat_template", None):
         odd.append("the tokenizer has no chat template: this is the bare text")
-    if (unknown := getattr(tokenizer, "unk_token_id", None)) is not None and unknown in ids:
-        odd.append(f"{ids.count(unknown)} of its tokens are unknown to the tokenizer")
+    if strange:
+        odd.append(f"{strange} of its tokens are unknown to the tokenizer: the model cannot read them")
     if (start := getattr(tokenizer, "bos_token_id", None)) is not None and ids[:2] == [start, start]:
         odd.append("it begins with two start tokens")
-    found.ok(not odd, "prompt", "\n".join([said, *odd]))
+    found.ok(not odd, "prompt", "\n".join([said, *odd]), "wrong" if strange * 10 > len(ids) else "look")
 
 
 def grade_golds(config: Config, records: Sequence[Record], rewards: Rewards, found: Findings) -> None:
@@ -260,11 +264,15 @@ def look_at_responses(
     odd = []
     if cut * 2 > len(rollouts):
         odd.append("most were cut off and count as wrong: raise sampling.max_response_tokens")
-    if right in (0, len(rollouts)):
-        odd.append(f"all are {'right' if right else 'wrong'}: such prompts teach nothing; draw more with --prompts")
+    if len({v.reward for v in verdicts}) == 1:
+        alike = (
+            f"all are {'right' if right else 'wrong'}" if right in (0, len(rollouts)) else "all rewards are the same"
+        )
+        odd.append(f"{alike}: such prompts teach nothing; --prompts and --responses draw more of them")
     if drawn.scoring.fci and steps <= config.algo.delta:
         odd.append(
-            f"responses have {steps:.0f} steps and algo.delta is {config.algo.delta}: no step can be branched at"
+            f"responses have {steps:.0f} steps and algo.delta is {config.algo.delta}: FCI of every step is 0 in most, "
+            "so it cannot choose where they branch"
         )
     errors = sorted({v.error for v in verdicts if v.error is not None})
     odd += [f"error of a reward: {error}" for error in errors]

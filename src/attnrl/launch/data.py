@@ -64,7 +64,7 @@ def wording(config: Config) -> dict[str, Any]:
 
 def prompt_stream(config: Config, records: Sequence[Record], tokenizer: Any, say: Say) -> Stream:
     """The endless stream of training prompts; says how many there are and what was left out."""
-    from attnrl.data.prompts import render_prompts
+    from attnrl.data.prompts import render_prompts, unknown_words
     from attnrl.data.stream import PromptStream
 
     longest = config.data.max_prompt_tokens
@@ -72,6 +72,8 @@ def prompt_stream(config: Config, records: Sequence[Record], tokenizer: Any, say
     say(counted(len(prompts), "prompt") + (f"; left out: {dropped.report()}" if dropped.report() else ""))
     if len(prompts) < config.algo.prompts:
         say(f"fewer than a batch takes (algo.prompts = {config.algo.prompts}): a batch has some of them several times")
+    if said := unknown_words(prompts, tokenizer):
+        say(said)
     return PromptStream(prompts, config.run.seed)
 
 
@@ -96,6 +98,12 @@ def benchmark_label(name: str) -> str:
     return name if name in BENCHMARKS or name.startswith("gym:") else Path(name).name.split(".")[0]
 
 
+WITHOUT = {  # what to do where a benchmark that a key asks for cannot be had
+    "data.decontaminate": "or train without looking for its problems in the data: --data.decontaminate none",
+    "evaluation.benchmarks": "or name a file of your own in its place; a run with --evaluation.every 0 needs none",
+}
+
+
 def _known_benchmark(config: Config, name: str, key: str) -> list[Record]:
     """A benchmark of ours; where it cannot be had, the error names the key that asks for it."""
     from attnrl.data.benchmarks import load_benchmark
@@ -103,7 +111,25 @@ def _known_benchmark(config: Config, name: str, key: str) -> list[Record]:
     try:
         return load_benchmark(name, config.data.directory)
     except MissingFileError as error:
-        raise MissingFileError(f"{key}: {error}; or leave {name} out of {key}") from error
+        raise MissingFileError(f"{key}: {error}; {WITHOUT[key]}") from error
+
+
+def without_missing(config: Config) -> tuple[Config, list[str]]:
+    """The config without the benchmarks that cannot be had, and what is to be said of them."""
+    said = []
+    try:
+        for name in config.data.decontaminate:
+            _known_benchmark(config, name, "data.decontaminate")
+    except MissingFileError as error:
+        said.append(str(error))
+        config = config.model_copy(update={"data": config.data.model_copy(update={"decontaminate": ()})})
+    try:
+        if config.evaluation.every:
+            evaluation_records(config)
+    except MissingFileError as error:
+        said.append(str(error))
+        config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 0})})
+    return config, said
 
 
 def _benchmark(config: Config, name: str) -> list[Record]:

@@ -32,8 +32,8 @@ from attnrl.local.slots import SlotBatch
 from attnrl.local.stats import SamplerStats
 from attnrl.types import Request, Rollout, Sampling
 
-POSITIONS = "the model's max_position_embeddings = {}: lower the response limit"
-ROPE = "{}, where the model's rotary embedding changes for a whole batch: lower the response limit"
+POSITIONS = "the model's max_position_embeddings = {}: lower sampling.max_response_tokens"
+ROPE = "{}, where the model's rotary embedding changes for a whole batch: lower sampling.max_response_tokens"
 
 
 class Batch(Protocol):

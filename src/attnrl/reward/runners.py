@@ -22,6 +22,7 @@ from attnrl.verify.pool import Pool, Reply
 from attnrl.verify.worker import reply_to
 
 PIECE = 8  # attempts that a worker gets at a time
+TRIED = 4  # attempts that a function is asked about by themselves before it has graded any
 BROKEN = ("timeout", "memory", "limit", "crash")  # rules of a response that broke the function
 GRACE = 5.0  # seconds past which an event loop that should have answered is blocked
 
@@ -72,7 +73,8 @@ class InWorkers:
     Attempts are handed over in pieces. A piece that fails is taken apart and each attempt asked about alone, so that
     one attempt's failure is its own. What raises is an error; what hangs, fills the memory or ends the worker when
     asked about alone is the response's doing: wrong. Where no attempt of a batch could be graded, the last one that
-    could is asked about again: if that fails too, or there was none, the function is broken and they are errors.
+    could is asked about again: if that fails too, or there was none, the function is broken and they are errors. One
+    that has graded none yet is tried on a few first: where it hangs on all of these, nothing more is asked of it.
     """
 
     takes = WORKER_KEYS
@@ -82,20 +84,30 @@ class InWorkers:
         self.graded: Attempt | None = None  # the last attempt that the function could grade
 
     def start(self, attempts: Sequence[Attempt]) -> Finish:
-        size = len(attempts) if self.whole_batch else min(PIECE, ceil(len(attempts) / self.pool.workers))
-        pieces = [attempts[at : at + size] for at in range(0, len(attempts), max(1, size))]
-        futures = [self._submit(piece) for piece in pieces]
+        known = self.whole_batch or self.graded is not None or len(attempts) <= TRIED
+        tried = [] if known else [self._submit([attempt]) for attempt in attempts[:TRIED]]
+        rest = [] if tried else self._in_pieces(attempts)
 
         def finish() -> list[Verdict]:
-            again = [self._apart(piece, future.result()) for piece, future in zip(pieces, futures, strict=True)]
-            replies: list[tuple[Reply, int]] = []
-            for piece, future, alone in zip(pieces, futures, again, strict=True):
+            replies = [(one.result(), 1) for one in tried]
+            if tried and all(reply.error == "timeout" for reply, _ in replies):
+                cause = f"timeout: {replies[0][0].message}; so it went with each of the first {TRIED} attempts"
+                return [Verdict(0.0, self.label, None, cause)] * len(attempts)
+            pieces = rest or self._in_pieces(attempts[len(tried) :])
+            again = [self._apart(piece, future.result()) for piece, future in pieces]
+            for (piece, future), alone in zip(pieces, again, strict=True):
                 replies += [(one.result(), 1) for one in alone] or [(future.result(), len(piece))]
             verdicts = [v for reply, count in replies for v in self._verdicts(reply, count)]
             broke = [count == 1 and reply.error in BROKEN for reply, count in replies for _ in range(count)]
             return self._not_all_broken(attempts, verdicts, broke)
 
         return finish
+
+    def _in_pieces(self, attempts: Sequence[Attempt]) -> list[tuple[Sequence[Attempt], Future[Reply]]]:
+        """The attempts in pieces, each with the question about it."""
+        size = len(attempts) if self.whole_batch else min(PIECE, ceil(len(attempts) / self.pool.workers))
+        pieces = [attempts[at : at + size] for at in range(0, len(attempts), max(1, size))]
+        return [(piece, self._submit(piece)) for piece in pieces]
 
     def _submit(self, piece: Sequence[Attempt]) -> Future[Reply]:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from pathlib import Path
 from traceback import extract_tb
 from types import TracebackType
@@ -12,6 +13,8 @@ from typing import Any
 
 from attnrl.algo.parts import find
 from attnrl.types import Attempt, Verdict
+
+ATTEMPT = {field.name for field in fields(Attempt)}
 
 
 def as_verdict(value: Any, rule: str) -> Verdict:
@@ -80,7 +83,9 @@ class Placed(AbstractContextManager["Placed"]):
         frames = extract_tb(trace)[1:]  # the first is the caller's
         own = [frame for frame in frames if frame.filename == frames[0].filename]
         if error is not None and own:
-            error.add_note(f"({Path(own[-1].filename).name}, line {own[-1].lineno})")
+            one = isinstance(error, AttributeError) and isinstance(error.obj, list) and error.name in ATTEMPT
+            hint = "; a plain function gets a list of attempts, an async one a single attempt" if one else ""
+            error.add_note(f"({Path(own[-1].filename).name}, line {own[-1].lineno}{hint})")
 
 
 def served(
