@@ -189,6 +189,7 @@ OTHER_THINGS = {
     "PairFile.template": "of the user's own pairs",
     "WarmupFlags.template": "of the user's own pairs",
     "DataFlags.clean": "a file to write",
+    "DataFlags.columns": "of the files that are reported on; there is no config",
     "TasksFlags.tasks": "the section itself",
     "ReportFlags.iterations": "which of a run's to show",
     "CheckFlags.prompts": "how many to look at",
