@@ -90,6 +90,7 @@ def _produce(sources, rings, barriers, sizes, GROUP: gl.constexpr, EARLY: gl.con
             _bring_tokens(tokens_from, x, full, t, first, first)
     for turn in range(turns):
         t, n = _tile(turn, tokens, columns, WIDE, GROUP)
+        # by arithmetic: Gluon takes a number that is set before a loop, and again in it, for a constant
         begun = gl.maximum(STAGES - turn * STAGES, 0) if EARLY else 0
         for k in range(begun, steps):
             use = turn * steps + k
