@@ -1,7 +1,8 @@
 """Drawing tokens in one or two kernels.
 
 From plain softmax the logits are read once, and a second time only where the token lies. For top-p nothing is sorted:
-the smallest kept logit is found bit by bit, each bit by one reading of the row, which the L2 holds.
+the smallest kept logit is found by halving what it can be until one token is left, each time by one reading of the row,
+which the L2 holds.
 
 Shapes: R rows, V vocabulary, C chunks of the vocabulary, L looks: columns of the output.
 The token is the one `draw.py` defines: the cumulated distribution, in vocabulary order, inverted at one uniform number.
@@ -86,19 +87,22 @@ def _logits(base, start, v, V):
 
 
 @triton.jit
-def _mass(base, V, bound, top, inverse, B: tl.constexpr, HALF: tl.constexpr):
-    """How much lies at or above the bound, relative to the top."""
+def _from(base, V, bound, top, inverse, B: tl.constexpr, HALF: tl.constexpr):
+    """How much lies at or above the bound, relative to the top, and of how many tokens."""
     v = tl.arange(0, B)
     mass = tl.zeros([B], tl.float32)
+    count = tl.zeros([B], tl.int32)
     for start in range(0, V, B):
         x = _logits(base, start, v, V)
-        mass += tl.where(_ordered(x, HALF) >= bound, tl.exp((x - top) * inverse), 0.0)
-    return tl.sum(mass, 0)
+        here = (_ordered(x, HALF) >= bound) & (start + v < V)
+        mass += tl.where(here, tl.exp((x - top) * inverse), 0.0)
+        count += here.to(tl.int32)
+    return tl.sum(mass, 0), tl.sum(count, 0)
 
 
 @triton.jit
-def _above(base, V, bound, top, inverse, B: tl.constexpr, HALF: tl.constexpr):
-    """How much lies above the bound, and the weight of one at it."""
+def _above(base, V, low, last, top, inverse, B: tl.constexpr, HALF: tl.constexpr):
+    """How much lies above the last, and the weight of one from low to it: they are all the same."""
     v = tl.arange(0, B)
     above = tl.zeros([B], tl.float32)
     each = tl.zeros([B], tl.float32)
@@ -106,8 +110,8 @@ def _above(base, V, bound, top, inverse, B: tl.constexpr, HALF: tl.constexpr):
         x = _logits(base, start, v, V)
         order = _ordered(x, HALF)
         p = tl.exp((x - top) * inverse)
-        above += tl.where(order > bound, p, 0.0)
-        each = tl.maximum(each, tl.where(order == bound, p, 0.0))
+        above += tl.where(order > last, p, 0.0)
+        each = tl.maximum(each, tl.where((order >= low) & (order <= last), p, 0.0))
     return tl.sum(above, 0), tl.max(each, 0)
 
 
@@ -133,37 +137,48 @@ def _nucleus(
     total = tl.sum(mass, 0)
     goal = top_p * total
 
-    # The largest bound so that what lies at or above it reaches the goal, bit by bit from the highest.
-    bound = 0 if HALF else -2147483648
-    bit = 1 << (15 if HALF else 30)
-    if not HALF:
-        bound = tl.where(_mass(base, V, 0, top, inverse, B, HALF) >= goal, 0, bound)
-    while bit > 0:
-        bound = tl.where(_mass(base, V, bound + bit, top, inverse, B, HALF) >= goal, bound + bit, bound)
-        bit = bit // 2
+    # The smallest kept logit lies from low to last, halved until that holds one token or one value. All below `least`
+    # are together less than what may be left out, however many they are.
+    least = top + tl.log(0.25 * (1.0 - top_p) * total / V) / inverse
+    finite = (least > -float("inf")) & (least < float("inf"))
+    low = tl.where(finite, _ordered(least, HALF), 0 if HALF else -2147483648).to(tl.int64)
+    last = tl.where(finite, _ordered(top, HALF), 0xFFFF if HALF else 2147483647).to(tl.int64)
+    from_low = V
+    above_last = 0
+    while (low < last) & (from_low - above_last > 1):
+        middle = (low + last + 1) >> 1
+        reached, count = _from(base, V, middle.to(tl.int32), top, inverse, B, HALF)
+        enough = reached >= goal
+        low = tl.where(enough, middle, low)
+        from_low = tl.where(enough, count, from_low)
+        last = tl.where(enough, last, middle - 1)
+        above_last = tl.where(enough, above_last, count)
+    low = low.to(tl.int32)
+    last = last.to(tl.int32)
 
-    # Above the bound all stay; of equals at it, the first ones, as many as the goal asks for.
-    over, one = _above(base, V, bound, top, inverse, B, HALF)
+    # Above them all stay; of equals, the first ones, as many as the goal asks for.
+    over, one = _above(base, V, low, last, top, inverse, B, HALF)
     equals = tl.maximum(tl.ceil((goal - over) / one), 1.0).to(tl.int32)
+    equals = tl.minimum(equals, from_low - above_last)  # the quotient may be rounded up past them
 
     kept = over + one * equals
     goal = tl.load(UNIFORM + row * out_pitch + column) * kept
     before = 0.0
     seen = 0
     token = -1
-    last = 0
+    possible = 0
     for start in range(0, V, B):
         x = _logits(base, start, v, V)
         order = _ordered(x, HALF)
-        equal = (order == bound).to(tl.int32)
-        stays = (order > bound) | ((equal > 0) & (seen + tl.cumsum(equal, 0) <= equals))
+        equal = ((order >= low) & (order <= last)).to(tl.int32)
+        stays = (order > last) | ((equal > 0) & (seen + tl.cumsum(equal, 0) <= equals))
         p = tl.where(stays & (start + v < V), tl.exp((x - top) * inverse), 0.0)
         found = tl.min(tl.where((before + tl.cumsum(p, 0) > goal) & (p > 0.0), start + v, V), 0)
         token = tl.where((token < 0) & (found < V), found, token)
-        last = tl.maximum(last, tl.max(tl.where(p > 0.0, start + v, 0), 0))
+        possible = tl.maximum(possible, tl.max(tl.where(p > 0.0, start + v, 0), 0))
         before += tl.sum(p, 0)
         seen += tl.sum(equal, 0)
-    token = tl.where(token < 0, last, token)  # the goal was rounded up to the whole
+    token = tl.where(token < 0, possible, token)  # the goal was rounded up to the whole
     chosen = tl.load(base + token).to(tl.float32)
     tl.store(TOKENS + row, token.to(tl.int64))
     tl.store(LENGTHS + row, tl.load(LENGTHS + row) + 1)
