@@ -5,7 +5,7 @@
     python benchmarks/generation.py --out x.json --tiny --device cpu            # a rehearsal: no number means anything
 
 Random weights in bfloat16; no response ends early. Sections:
-exact    a tiny float32 model: graph, eager and CPU draw the same; bfloat16 log-probs against transformers' forward
+exact    a tiny float32 model: graph, eager and CPU draw the same; log-probs in bfloat16 are `agreement.py`'s
 kernels  decode and prefill attention alone, by tile, and the learner's: time, bytes/s, operations/s
 steps    milliseconds of one decode step (the second call: graphs are captured)
 profile  kernels of one decode step
@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from attnrl.local.models import prepare_model
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Rollout, Sampling, as_ids
 from iteration import MEAN, SIGMA
@@ -75,7 +76,7 @@ def build(shape: dict[str, Any], device: str, dtype: torch.dtype = torch.bfloat1
     """A Qwen2 model with random weights."""
     torch.manual_seed(0)
     with torch.device(device):
-        return Qwen2ForCausalLM(Qwen2Config(**shape)).to(dtype).eval()
+        return prepare_model(Qwen2ForCausalLM(Qwen2Config(**shape)).to(dtype))
 
 
 def contexts(count: int, length: int, shared: int, vocabulary: int, rng: np.random.Generator) -> list[Any]:
@@ -159,21 +160,6 @@ class Bench:
             report[name]["after_update"] = difference(moved, eager.generate(requests, sampling, version=1))
             report[name]["update_changed_tokens"] = difference(by_graph, moved)["same_tokens"] < 1
         return report
-
-    def agreement(self) -> dict[str, Any]:
-        """Log-probs of the sampler against transformers' own forward, both in bfloat16, and the float32 truth."""
-        model = self.model()
-        requests = self.requests(16, 512, 256, 0, self.vocabulary)
-        rollouts = Sampler(model, stop_ids=[], rows=16, **self.paged).generate(requests, Sampling(), version=0)
-        gaps = []
-        for request, rollout in zip(requests, rollouts, strict=True):
-            ids = torch.from_numpy(np.concatenate([request.context, rollout.ids])).long().to(self.device)
-            with torch.no_grad():
-                logits = model(input_ids=ids[None]).logits[0, len(request.context) - 1 : -1].float()
-            logprobs = torch.log_softmax(logits, -1).gather(1, ids[len(request.context) :, None])[:, 0].cpu().numpy()
-            gaps.append(rollout.logprobs - logprobs)
-        gap = np.concatenate(gaps)
-        return {"mean": float(np.abs(gap).mean()), "largest": float(np.abs(gap).max()), "kl": float(gap.mean())}
 
     def kernels(self) -> dict[str, Any]:
         from kernel_times import decode_times, gated_times, path_times, prefill_times, product_times
@@ -304,7 +290,8 @@ class Bench:
             self.free()
             torch.manual_seed(0)
             made = AutoModelForCausalLM.from_pretrained if name == "trained" else AutoModelForCausalLM.from_config
-            model = made(self.folder if name == "trained" else config, dtype=torch.bfloat16).to(self.device).eval()
+            model = made(self.folder if name == "trained" else config, dtype=torch.bfloat16).to(self.device)
+            model = prepare_model(model)
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 self.compile(model)
@@ -356,7 +343,7 @@ def difference(a: list[Rollout], b: list[Rollout]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("generation.json"), help="JSON")
-    parser.add_argument("--sections", default="exact,agreement,kernels,steps,profile,work,mixed")
+    parser.add_argument("--sections", default="exact,kernels,steps,profile,work,mixed")
     parser.add_argument("--work", default="", help="rows of the table, by number; all without it")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
@@ -375,7 +362,7 @@ def main() -> None:
             print(section, report[section]["error"][-1500:], flush=True)
         report[f"{section}_seconds"] = round(time.perf_counter() - begin, 1)
         print(section, report[f"{section}_seconds"], "s", flush=True)
-        if section in ("exact", "agreement", "mixed", "profile"):
+        if section in ("exact", "mixed", "profile"):
             print(json.dumps(report[section]), flush=True)
         if section == "kernels" and "decode" in report[section]:
             for rows in {line["rows"] for line in report[section]["decode"]}:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The numbers of docs/performance.md on one GPU, a part at a time, JSON and logs in a folder.
-#   bash benchmarks/speed_gpu.sh OUT TOKENIZER [steps|vllm|small|mixed|learner|plain|paper|big|growth|kernels ...]
+#   bash benchmarks/speed_gpu.sh OUT TOKENIZER [steps|vllm|small|mixed|learner|plain|paper|big|growth|agree|kernels ...]
 # OUT: where to; TOKENIZER: a folder with that of DeepSeek-R1-Distill-Qwen. Without names all parts run, in this order:
-#   steps    decode steps, the same draws, log-probs against transformers' forward
+#   steps    decode steps, the same draws
 #   vllm     every call of the table at 1.5B beside vLLM 0.26.0 (it must be installed), in one call of the benchmark
 #   small    the call at 135M beside vLLM
 #   mixed    1,024 requests of mixed length
@@ -11,6 +11,7 @@
 #   paper    `attnrl train attnrl_1p5b`, 8 prompts, responses of 8,192 tokens, two iterations
 #   big      the learner of 7B on one GPU
 #   growth   limits from 1,024 to 16,384 tokens, prompts from 4 to 64
+#   agree    log-probs of sampler (ours and vLLM) and learner, and what brings them nearer
 #   kernels  kernels alone, by tile, beside aten's and the library's
 # TINY=1 rehearses them on a CPU, but for vLLM: no number means anything then. COMMIT: where the tree is no checkout.
 # Runs are written below TMPDIR, 25 GB at a time: give it a fast disk, or memory. EACH: seconds that a part may take;
@@ -18,14 +19,14 @@
 set -u
 OUT=$1 TOKENIZER=$2
 shift 2
-[ $# -gt 0 ] || set -- steps vllm small mixed learner plain paper big growth kernels
+[ $# -gt 0 ] || set -- steps vllm small mixed learner plain paper big growth agree kernels
 export PYTHONPATH=${PYTHONPATH:-$PWD/src:$PWD/benchmarks} PYTHONUNBUFFERED=1 VLLM_USE_FLASHINFER_SAMPLER=0
 mkdir -p "$OUT"
 COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 PYTHON="timeout -k 10 ${EACH:-3600} ${PYTHON:-python3}"
-SHAPE=1.5B SMALL=mini LIMIT=8192 SHORT=2048 TINY_FLAG='' DEVICE='' PLAIN=--plain LIMITS=1024,2048,4096,8192,16384
+SHAPE=1.5B SMALL=mini LIMIT=8192 SHORT=2048 TINY_FLAG='' DEVICE='' PLAIN=--plain SAMPLERS=own,vllm LIMITS=1024,2048,4096,8192,16384
 if [ -n "${TINY:-}" ]; then
-  SHAPE=tiny SMALL=tiny LIMIT=64 SHORT=64 TINY_FLAG=--tiny DEVICE='--device cpu' PLAIN='' LIMITS=64,128
+  SHAPE=tiny SMALL=tiny LIMIT=64 SHORT=64 TINY_FLAG=--tiny DEVICE='--device cpu' PLAIN='' SAMPLERS=own LIMITS=64,128
 fi
 
 measure() { # name, script, options
@@ -57,7 +58,7 @@ make_model(sys.argv[1], sys.argv[2], Path(sys.argv[3]))" "$SHAPE" "$TOKENIZER" "
 for part in "$@"; do
   # shellcheck disable=SC2086
   case $part in
-    steps) measure steps generation --sections steps,agreement,exact $TINY_FLAG $DEVICE ;;
+    steps) measure steps generation --sections steps,exact $TINY_FLAG $DEVICE ;;
     vllm) measure vllm generation --sections vllm,work --work 0,1,2,3,4,5,6 $TINY_FLAG $DEVICE ;;
     small) measure small generation --sections vllm,work --work 7 $TINY_FLAG $DEVICE ;;
     mixed) measure mixed generation --sections mixed $TINY_FLAG $DEVICE ;;
@@ -71,6 +72,7 @@ for part in "$@"; do
       rm -rf "$folder"
       ;;
     big) measure big learner_memory --sections 7b --updates 1 $TINY_FLAG ;;
+    agree) measure agree agreement --shape $SHAPE --peak 6 --tokenizer "$TOKENIZER" --samplers $SAMPLERS $DEVICE ;;
     growth) measure growth growth --shape $SMALL --once 8192 --tokenizer "$TOKENIZER" --limits $LIMITS --prompts 4,16,64 ;;
     *)
       echo "no part '$part': see the head of this file" >&2

@@ -29,14 +29,17 @@ KINDS: dict[str, Any] = {
 }
 
 
-def make(kind: str, dtype: torch.dtype) -> Any:
+def make(kind: str, dtype: torch.dtype, plain_head: bool = False) -> Any:
+    """`plain_head`: its logits are rounded to half precision, and it is frozen."""
     config, model, more = KINDS[kind]
     torch.manual_seed(0)
     made = model(config(**SHAPE, **more, attn_implementation="eager"))
     for name, weight in made.named_parameters():
         if "norm" in name:  # ones hide a wrong gradient
             torch.nn.init.uniform_(weight, 0.5, 1.5)
-    return prepare_model(made.to(device=DEVICE, dtype=dtype))
+    model = prepare_model(made.to(device=DEVICE, dtype=dtype), float32_logits=not plain_head)
+    model.lm_head.requires_grad_(not plain_head)
+    return model
 
 
 def samples() -> list[Sample]:
@@ -108,15 +111,21 @@ def check_once() -> None:
 def main() -> None:
     warnings.filterwarnings("error", message=".*(fused|shared)")
     rows = samples()
-    cases = [("qwen2", torch.float32, False), ("qwen3", torch.float32, True), ("llama", torch.bfloat16, True)]
-    for (kind, dtype, both), again in zip(cases, ("none", 1, "all"), strict=True):
+    cases: list[tuple[str, torch.dtype, bool, Any, bool]] = [
+        ("qwen2", torch.float32, False, "none", False),
+        ("qwen3", torch.float32, True, 1, False),
+        ("llama", torch.bfloat16, True, "all", False),
+        ("llama", torch.bfloat16, True, "all", True),
+    ]
+    for kind, dtype, both, again, plain_head in cases:
         found = []
         for fused in (False, True):
             options = UpdateConfig(
                 kl_weight=0.1, entropy_weight=0.05, share_prefixes=both, gradient_checkpointing=again, fused=fused,
                 logit_chunk_tokens=7,
             )  # fmt: skip
-            learner = Learner(make(kind, dtype), make(kind, dtype), options=options, temperature=0.8)
+            policy, reference = (make(kind, dtype, plain_head) for _ in range(2))
+            learner = Learner(policy, reference, options=options, temperature=0.8)
             assert bool(learner.decoders) == fused
             found.append(gradients(learner, rows))
             metrics = learner.update(rows, version=1)  # looks whether its kernels are exact; a warning is an error here

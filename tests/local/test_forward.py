@@ -142,7 +142,7 @@ def test_numbers_that_are_none_are_refused() -> None:
     bad[1, 2] = torch.nan
     for ours, theirs, truth in ((bad, good, good), (good, bad, good), (bad, bad, bad)):
         with pytest.warns(UserWarning, match="unfused"):
-            assert not agrees(ours, theirs, truth=lambda truth=truth: truth)
+            assert not agrees(ours, theirs, dtype=torch.bfloat16, truth=lambda truth=truth: truth)
 
 
 @torch.no_grad()
@@ -175,8 +175,9 @@ class Learning:
             found = self.model.base_model(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
         return (self.wrong * found.last_hidden_state[0]).to(self.model.dtype)
 
-    def stats(self, logits_CV: torch.Tensor, targets_C: torch.Tensor, temperature: float) -> Any:
-        return (logits_CV.float() / temperature).log_softmax(-1).gather(-1, targets_C[:, None])[:, 0], targets_C.float()
+    def logprobs(self, hidden_UW: torch.Tensor, targets_U: torch.Tensor, temperature: float, _size: int) -> Any:
+        logits_UV = self.model.get_output_embeddings()(hidden_UW).float() / temperature
+        return logits_UV.log_softmax(-1).gather(-1, targets_U[:, None])[:, 0], targets_U.float()
 
 
 def one_pack() -> Pack:

@@ -20,7 +20,7 @@ def check_grid(**env: str) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["kind"] for row in rows] == ["qwen2", "qwen3", "llama"]
+    assert [row["kind"] for row in rows] == ["qwen2", "qwen3", "llama", "llama"]
     for row in rows:
         assert row["error"] < (1e-5 if row["dtype"] == "torch.float32" else 2e-2), row
         assert row["norm"] > 1e-2, row

@@ -1,17 +1,13 @@
-"""What we ask of a Hugging Face decoder: whether it can be packed, its body, its head.
-
-Shapes: N positions, W model width, V vocabulary.
-"""
+"""What we ask of a Hugging Face decoder: whether it can be packed, and its body."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attnrl.errors import ConfigError, MissingFileError
 
@@ -112,49 +108,3 @@ def body_of(model: nn.Module) -> nn.Module:
 def vocabulary_of(model: Any) -> int:
     """How many tokens a model knows."""
     return int(model.get_input_embeddings().weight.shape[0])
-
-
-def logits_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A function from hidden states [N, W] to logits [N, V] in the model's dtype, with its own scaling and soft-cap."""
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    head, config = inner.get_output_embeddings(), inner.config.get_text_config()
-    multiply = getattr(config, "logit_scale", None)  # Cohere
-    divide = getattr(config, "logits_scaling", None)  # Granite
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-
-    def logits(hidden_NW: Tensor) -> Tensor:
-        logits_NV = head(hidden_NW)
-        if multiply is not None:
-            logits_NV = logits_NV * multiply
-        if divide is not None:
-            logits_NV = logits_NV / divide
-        if cap is not None:
-            logits_NV = torch.tanh(logits_NV / cap) * cap
-        return logits_NV
-
-    return logits
-
-
-_CHECKED: WeakSet[nn.Module] = WeakSet()
-
-
-def check_head(model: nn.Module) -> None:
-    """Raise where `logits_head` does not give the model's own logits: some models transform hidden states before it.
-
-    Runs the model on four tokens, once.
-    """
-    if model in _CHECKED:
-        return
-    inner: Any = model
-    hidden: list[Tensor] = []
-    hook = body_of(model).register_forward_hook(lambda _module, _args, out: hidden.append(out.last_hidden_state))
-    ids = torch.arange(4, device=next(model.parameters()).device)[None] % vocabulary_of(model)
-    try:
-        with torch.no_grad():
-            want = inner(input_ids=ids, use_cache=False).logits.float()
-            got = logits_head(model)(hidden[0]).float()
-    finally:
-        hook.remove()
-    if float((got - want).norm()) > 0.05 * float(want.norm()):
-        raise ConfigError(f"{type(model).__name__} does more than project its hidden states to logits: not supported")
-    _CHECKED.add(model)

@@ -66,6 +66,9 @@ class LocalConfig(Section):
     """CPU threads of torch; None: torch's own choice. Tiny models gain little from a second one."""
     rows: int = Field(256, ge=1, json_schema_extra=MAY_CHANGE)
     """Responses drawn at the same time."""
+    float32_logits: bool = True
+    """Logits of a model in half precision are not rounded to it, in sampler (own), scorer and learner alike: their
+    log-probs of one token come nearer to each other."""
 
 
 class VerlConfig(Section):

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from attnrl.attention.decoder import check_head, check_model
+from attnrl.attention.decoder import check_model
+from attnrl.attention.head import check_head
 from attnrl.config import Config
 from attnrl.data.texts import stop_token_ids
 from attnrl.errors import ConfigError, MissingFileError, reading
@@ -200,7 +201,8 @@ def build(config: Config, *, model: str, tokenizer: Any, learn: bool = True) -> 
     local = config.engine.local
     if local.threads is not None:
         torch.set_num_threads(local.threads)
-    policy = load_weights(model, device=local.device, dtype=config.model.dtype)
+    how = {"device": local.device, "dtype": config.model.dtype}
+    policy = load_weights(model, **how, float32_logits=local.float32_logits)
     if learn:
         check_model(policy)
         check_head(policy)

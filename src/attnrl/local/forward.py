@@ -152,8 +152,8 @@ class Forward:
             theirs = with_last(self.logits(tokens, positions, own, positions))
             fused.settings, self.fused = own.settings, fused
             ours = torch.cat([self.logits(tokens, positions, own.plan, ends) for ends in (None, positions[-1:])])
-        wide = theirs.dtype == torch.float32 or not widens(self.model)
-        self.fused = fused if agrees(ours, theirs, truth=None if wide else truth) else None
+        asked = None if dtype == torch.float32 or not widens(self.model) else truth
+        self.fused = fused if agrees(ours, theirs, dtype=dtype, truth=asked) else None
 
 
 def draw_column(

@@ -237,7 +237,7 @@ class FusedDecoder:
             if wide not in self.compared:
                 self.compared.add(wide)
                 theirs = self.kernels.gate(*gate_up(x_TW[:FEW]))
-                if not agrees(out[:FEW], theirs, "gate and up run as two kernels"):
+                if not agrees(out[:FEW], theirs, "gate and up run as two kernels", dtype=x_TW.dtype):
                     self.gated = None
                     return self._gated(gate_up, x_TW)
         else:
@@ -277,16 +277,19 @@ def agrees(
     ours_TV: Tensor,
     theirs_TV: Tensor,
     instead: str = "sampling runs unfused",
+    *,
+    dtype: torch.dtype,
     truth: Callable[[], Tensor] | None = None,
 ) -> bool:
     """Whether two forwards' logits are the same up to rounding; where they are not, it is said what runs instead.
 
-    Through the layers of a trained model in half precision, rounding alone can grow to more than a fixed share. Where
-    `truth` gives the logits in float32, two that differ by more are the same if ours are about as near to it.
+    `dtype` is the weights'. Through the layers of a trained model in half precision, rounding alone can grow to more
+    than a fixed share. Where `truth` gives the logits in float32, two that differ by more are the same if ours are
+    about as near to it.
     """
     spread = float((theirs_TV - theirs_TV.mean(-1, keepdim=True)).float().square().mean().sqrt())
     apart = float((ours_TV - theirs_TV).float().square().mean().sqrt())
-    allowed = 1e-3 if theirs_TV.dtype == torch.float32 else 5e-2
+    allowed = 1e-3 if dtype == torch.float32 else 5e-2
     if apart <= allowed * max(spread, 1e-6):
         return True
     message = f"the fused forward differs from the model's by {apart / max(spread, 1e-6):.1%}"

@@ -4,7 +4,7 @@ Half of an update's time goes into small kernels of the model's own modules: nor
 passes over the logits. Here each is one kernel forward and one back (`learn_triton`). Which models fit is seen by their
 modules, as for the sampler (`fused`); attention is whatever the model's config names while a pack is open.
 
-Shapes: T tokens, W width, H heads, D head size, F inner width, C positions of a chunk, V vocabulary.
+Shapes: T tokens, W width, H heads, D head size, F inner width, U positions, C of a chunk of them, V vocabulary.
 """
 
 # mypy: disable-error-code="misc,no-untyped-call"
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attnrl.attention.decoder import logits_head
+from attnrl.attention.head import Float32Head, float32_product, logits_head, plain_head
 from attnrl.attention.paged import failures, has_kernels
 from attnrl.local.fused import NEAR, agrees, decoder_layers
 from attnrl.local.models import plain
@@ -109,27 +109,48 @@ class Gate(torch.autograd.Function):
         return learn_triton.gate_back(gate_TF, up_TF, g_TF)
 
 
-class TargetStats(torch.autograd.Function):
-    """Log-probs of the targets and entropies at a temperature, from logits in any dtype."""
+class HeadStats(torch.autograd.Function):
+    """Log-probs of the targets and entropies at a temperature, from hidden states, `size` positions at a time.
+
+    No logits are kept: they are computed again in `backward`, where their gradient is rounded to the weights'
+    precision as it is written.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden_UW: Tensor, weight_VW: Tensor, targets_U: Tensor, temperature: float, size: int, wide: bool
+    ) -> tuple[Tensor, Tensor]:
         from attnrl.scoring.head_triton import row_stats
 
-        logits_CV = logits_CV.contiguous()
-        stats = row_stats(logits_CV, targets_C, temperature)
-        ctx.save_for_backward(logits_CV, targets_C, *stats)
-        ctx.temperature = temperature
-        return stats
+        parts = zip(hidden_UW.split(size), targets_U.split(size), strict=True)
+        found = [row_stats(_logits(h, weight_VW, wide), t, temperature) for h, t in parts]
+        logprobs_U, entropy_U = (torch.cat(each) for each in zip(*found, strict=True))
+        ctx.save_for_backward(hidden_UW, weight_VW, targets_U, logprobs_U, entropy_U)
+        ctx.how = temperature, size, wide
+        return logprobs_U, entropy_U
 
     @staticmethod
-    def backward(ctx: Any, g_logprobs_C: Tensor, g_entropy_C: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_logprobs_U: Tensor, g_entropy_U: Tensor) -> tuple[Tensor | None, ...]:
         from attnrl.local import learn_triton
 
-        logits_CV, targets_C, logprobs_C, entropy_C = ctx.saved_tensors
-        gradients = (g_logprobs_C, g_entropy_C)
-        back_CV = learn_triton.stats_back(logits_CV, targets_C, logprobs_C, entropy_C, *gradients, ctx.temperature)
-        return back_CV, None, None
+        hidden_UW, weight_VW, *of_position = ctx.saved_tensors
+        temperature, size, wide = ctx.how
+        g_hidden_UW = torch.empty_like(hidden_UW)
+        g_weight_VW = torch.zeros_like(weight_VW) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(hidden_UW), size):
+            part = slice(start, start + size)
+            logits_CV = _logits(hidden_UW[part], weight_VW, wide)
+            of_part = [each[part] for each in (*of_position, g_logprobs_U, g_entropy_U)]
+            g_CV = learn_triton.stats_back(logits_CV, *of_part, temperature=temperature, dtype=hidden_UW.dtype)
+            torch.mm(g_CV, weight_VW, out=g_hidden_UW[part])
+            if g_weight_VW is not None:
+                g_weight_VW.addmm_(g_CV.t(), hidden_UW[part])
+        return g_hidden_UW, g_weight_VW, None, None, None, None
+
+
+def _logits(hidden_CW: Tensor, weight_VW: Tensor, wide: bool) -> Tensor:
+    half = hidden_CW.dtype != torch.float32
+    return float32_product(hidden_CW, weight_VW) if wide and half else hidden_CW @ weight_VW.t()
 
 
 def _plainly(_index: int, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
@@ -137,12 +158,15 @@ def _plainly(_index: int, forward: Callable[..., Any], *args: Any, **given: Any)
 
 
 class LearningDecoder:
-    """From token ids of a pack to normed hidden states, differentiable; call it while the pack's attention is open."""
+    """From token ids of a pack to normed hidden states, and from those to log-probs, differentiable; call it while the
+    pack's attention is open.
+    """
 
-    def __init__(self, model: Any, layers: list[Any], run: Callable[..., Any] = _plainly) -> None:
+    def __init__(self, model: Any, layers: list[Any], head: Any, run: Callable[..., Any] = _plainly) -> None:
         """`run(index, forward, *args, **given)` runs layer `index`: see `Recompute`."""
         self.base = model.base_model
         self.layers = layers
+        self.head = head
         self.run = run
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
@@ -154,10 +178,10 @@ class LearningDecoder:
             x_TW = self.run(i, _run, x_TW, layer=layer, **turn)
         return _norm(x_TW, self.base.norm)
 
-    @staticmethod
-    def stats(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs of the targets and entropies. ([C], [C])"""
-        found: tuple[Tensor, Tensor] = TargetStats.apply(logits_CV, targets_C, temperature)
+    def logprobs(self, hidden_UW: Tensor, targets_U: Tensor, temperature: float, size: int) -> tuple[Tensor, Tensor]:
+        """Log-probs of the targets and entropies of their distributions, `size` positions at a time. ([U], [U])"""
+        how = (temperature, size, isinstance(self.head, Float32Head))
+        found: tuple[Tensor, Tensor] = HeadStats.apply(hidden_UW, self.head.weight, targets_U, *how)
         return found
 
 
@@ -190,7 +214,8 @@ def learning_decoder(model: Any, run: Callable[..., Any]) -> LearningDecoder | N
     """The fused forward of a model whose modules it knows, where Triton runs, or None; its numbers are not compared."""
     hf = plain(model)
     layers = decoder_layers(hf.base_model) if has_kernels(next(hf.parameters()).device) else None
-    return None if layers is None else LearningDecoder(hf, layers, run)
+    head = plain_head(hf)
+    return None if layers is None or head is None else LearningDecoder(hf, layers, head, run)
 
 
 def gives_logits(model: Any, decoder: LearningDecoder) -> bool:
@@ -207,8 +232,8 @@ def gives_logits(model: Any, decoder: LearningDecoder) -> bool:
         with InFloat32():
             return logits(None).float()
 
-    wide = model.dtype == torch.float32 or not widens(model)
-    return agrees(logits(decoder.hidden), logits(None), "scoring runs unfused", None if wide else truth)
+    asked = None if model.dtype == torch.float32 or not widens(model) else truth
+    return agrees(logits(decoder.hidden), logits(None), "scoring runs unfused", dtype=model.dtype, truth=asked)
 
 
 def gradient_gap(model: Any, decoder: LearningDecoder, pack: Pack, temperature: float, allowed: float) -> float:

@@ -143,11 +143,13 @@ def stats_back(
     entropy_C: Tensor,
     g_logprobs_C: Tensor,
     g_entropy_C: Tensor,
+    *,
     temperature: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of the logits from those of the targets' log-probs and of the entropies."""
+    """Gradient of the logits, in `dtype`, from those of the targets' log-probs and of the entropies."""
     count, vocabulary = logits_CV.shape
-    out_CV = torch.empty_like(logits_CV)
+    out_CV = torch.empty_like(logits_CV, dtype=dtype)
     block = min(4096, triton.next_power_of_2(vocabulary))
     _stats_back[(count, triton.cdiv(vocabulary, block))](
         logits_CV, targets_C, logprobs_C, entropy_C, g_logprobs_C.contiguous(), g_entropy_C.contiguous(), out_CV,

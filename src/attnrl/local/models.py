@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrl.attention.head import widen_head
 from attnrl.config import ModelConfig
 from attnrl.data.files import unreachable
 from attnrl.errors import ConfigError, MissingExtraError, MissingFileError, listed, near
@@ -84,8 +85,10 @@ def check_reachable(name: str) -> None:
         )
 
 
-def load_weights(name_or_path: str | Path, *, device: str = "auto", dtype: str = "auto") -> Any:
-    """The model by directory or hub name, on the device, in eval mode and without dropout.
+def load_weights(
+    name_or_path: str | Path, *, device: str = "auto", dtype: str = "auto", float32_logits: bool = True
+) -> Any:
+    """The model by directory or hub name, on the device, as `prepare_model` makes it.
 
     dtype: "auto" (bfloat16 on CUDA, float32 elsewhere), "float32", "bfloat16".
     """
@@ -108,7 +111,7 @@ def load_weights(name_or_path: str | Path, *, device: str = "auto", dtype: str =
         raise MissingFileError(f"cannot load model {name!r}: {error}") from error
     except ValueError as error:
         raise ConfigError(f"model {name!r} cannot be used: {error}") from error
-    return prepare_model(model.to(target))
+    return prepare_model(model.to(target), float32_logits=float32_logits)
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -131,8 +134,13 @@ def load_tokenizer(name: str | Path) -> Any:
     return (PreTrainedTokenizerFast if plain_class else AutoTokenizer).from_pretrained(str(name))
 
 
-def prepare_model(model: Any) -> Any:
-    """The model in eval mode with every dropout off: sampler, scorer and learner must see one distribution."""
+def prepare_model(model: Any, *, float32_logits: bool = True) -> Any:
+    """The model in eval mode with every dropout off: sampler, scorer and learner must see one distribution.
+
+    `float32_logits`: those of a model in half precision are not rounded to it.
+    """
+    if float32_logits:
+        widen_head(model)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -173,7 +181,7 @@ def add_lora(model: Any, options: ModelConfig, *, seed: int) -> Any:
     # adapters share the model's dtype: the optimizer keeps its own float32 copy of them
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return prepare_model(get_peft_model(model, config, autocast_adapter_dtype=False))
+        return prepare_model(get_peft_model(model, config, autocast_adapter_dtype=False), float32_logits=False)
 
 
 def is_lora(model: Any) -> bool:

@@ -1,6 +1,6 @@
 """Log-probs of packed tokens without a full logits tensor.
 
-Shapes: T tokens of a pack, N loss tokens, U predictions they need, C tokens of a chunk, D width, V vocabulary.
+Shapes: T tokens of a pack, N loss tokens, U positions that predict them, C of a chunk, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnrl.attention.decoder import logits_head
+from attnrl.attention.head import logits_head
 from attnrl.attention.paths import path_attention
 from attnrl.policy.packing import Pack
 
@@ -28,7 +28,9 @@ class Fused(Protocol):
     """A model's forward in kernels of our own: see `attnrl.local.learn`."""
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor) -> Tensor: ...
-    def stats(self, logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]: ...
+    def logprobs(
+        self, hidden_UD: Tensor, targets_U: Tensor, temperature: float, size: int
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 def pack_attention(model: Any, pack: Pack) -> AbstractContextManager[Any]:
@@ -53,20 +55,28 @@ def token_logprobs(
     One forward of the model's body, inside `pack_attention`. The head runs over `chunk` tokens at a time and again in
     `backward`, so that at most one chunk of logits exists.
     """
+    size = chunk or chunk_tokens(model.get_output_embeddings().weight.shape[0])
     if fused is not None:
-        hidden_TD = fused.hidden(pack.ids_T, pack.positions_T)
+        hidden_UD = fused.hidden(pack.ids_T, pack.positions_T).index_select(0, pack.source_U)
+        logprobs, entropy = fused.logprobs(hidden_UD, pack.targets_U, temperature, size)
+        entropy = entropy if entropy_gradient else entropy.detach()
     else:
         out = model.base_model(input_ids=pack.ids_T[None], position_ids=pack.positions_T[None], use_cache=False)
-        hidden_TD = out.last_hidden_state[0]
-    # index_select, not indexing: its backward adds in a fixed order, so that runs on several threads are repeatable
-    hidden_UD = hidden_TD.index_select(0, pack.source_U)
-    size = chunk or chunk_tokens(model.get_output_embeddings().weight.shape[0])
+        # index_select, not indexing: its backward adds in a fixed order, so that runs on several threads are repeatable
+        hidden_UD = out.last_hidden_state[0].index_select(0, pack.source_U)
+        logprobs, entropy = _by_chunks(model, hidden_UD, pack.targets_U, temperature, size, entropy_gradient)
+    if pack.expand_N is None:
+        return logprobs, entropy
+    return logprobs.index_select(0, pack.expand_N), entropy.index_select(0, pack.expand_N)
+
+
+def _by_chunks(
+    model: Any, hidden_UD: Tensor, targets_U: Tensor, temperature: float, size: int, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the targets and entropies, from the model's own head over `size` positions at a time. ([U], [U])"""
     logits_of = logits_head(model)
 
     def head(hidden_CD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        if fused is not None:
-            logprobs_C, entropy_C = fused.stats(logits_of(hidden_CD), targets_C, temperature)
-            return logprobs_C, entropy_C if entropy_gradient else entropy_C.detach()
         logits_CV = logits_of(hidden_CD).float() / temperature
         lse_C = logits_CV.logsumexp(-1)
         logprobs_C = logits_CV.gather(-1, targets_C[:, None])[:, 0] - lse_C
@@ -75,16 +85,12 @@ def token_logprobs(
             entropy_C = lse_C - (probabilities_CV * logits_CV).sum(-1)
         return logprobs_C, entropy_C
 
-    parts = list(zip(hidden_UD.split(size), pack.targets_U.split(size), strict=True))
-    recompute = torch.is_grad_enabled() and len(parts) > 1
-    if recompute:
+    parts = list(zip(hidden_UD.split(size), targets_U.split(size), strict=True))
+    if torch.is_grad_enabled() and len(parts) > 1:
         results = [checkpoint(head, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
     else:
         results = [head(h, t) for h, t in parts]
-    logprobs, entropy = torch.cat([r[0] for r in results]), torch.cat([r[1] for r in results])
-    if pack.expand_N is None:
-        return logprobs, entropy
-    return logprobs.index_select(0, pack.expand_N), entropy.index_select(0, pack.expand_N)
+    return torch.cat([r[0] for r in results]), torch.cat([r[1] for r in results])
 
 
 def pack_logprobs(

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from attnrl import scoring
-from attnrl.attention.decoder import check_head, check_model, lone_from
+from attnrl.attention.decoder import check_model, lone_from
+from attnrl.attention.head import check_head
 from attnrl.attention.trie import bins_by_budget
 from attnrl.policy.logprobs import pack_attention
 from attnrl.policy.metrics import UpdateMetrics

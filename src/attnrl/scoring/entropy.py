@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attnrl.attention.decoder import logits_head
+from attnrl.attention.head import logits_head
 
 CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 25}  # of logits held at once; small blocks of memory are reused on a CPU
 
@@ -45,7 +45,7 @@ def logprobs_and_entropy(
     """
     head = logits_head(model)
     inner: Any = model
-    row_bytes = int(inner.get_output_embeddings().weight.shape[0]) * hidden_NW.element_size()
+    row_bytes = 4 * int(inner.get_output_embeddings().weight.shape[0])
     rows = chunk or max(1, min(4096, CHUNK_BYTES.get(hidden_NW.device.type, 1 << 25) // row_bytes))
     # Results have their place before the first chunk: on a CPU, small ones kept between chunks would lie in the holes
     # that freed logits leave, so that the next logits, as large as the last, find none and the heap grows with each.

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnrl.attention.decoder import check_head, lone_from, vocabulary_of
+from attnrl.attention.decoder import lone_from, vocabulary_of
+from attnrl.attention.head import check_head
 from attnrl.attention.trie import bins_by_budget
 from attnrl.backend import check_ids
 from attnrl.errors import DataError
