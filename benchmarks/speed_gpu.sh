@@ -24,9 +24,9 @@ export PYTHONPATH=${PYTHONPATH:-$PWD/src:$PWD/benchmarks} PYTHONUNBUFFERED=1 VLL
 mkdir -p "$OUT"
 COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 PYTHON="timeout -k 10 ${EACH:-3600} ${PYTHON:-python3}"
-SHAPE=1.5B SMALL=mini LIMIT=8192 SHORT=2048 TINY_FLAG='' DEVICE='' PLAIN=--plain SAMPLERS=own,vllm LIMITS=1024,2048,4096,8192,16384
+SHAPE=1.5B SMALL=mini LIMIT=8192 SHORT=2048 TINY_FLAG='' DEVICE='' PLAIN=--plain AGREE='--samplers own,vllm' LIMITS=1024,2048,4096,8192,16384
 if [ -n "${TINY:-}" ]; then
-  SHAPE=tiny SMALL=tiny LIMIT=64 SHORT=64 TINY_FLAG=--tiny DEVICE='--device cpu' PLAIN='' SAMPLERS=own LIMITS=64,128
+  SHAPE=tiny SMALL=tiny LIMIT=64 SHORT=64 TINY_FLAG=--tiny DEVICE='--device cpu' PLAIN='' AGREE='--prompts 2 --group 1 --tokens 8' LIMITS=64,128
 fi
 
 measure() { # name, script, options
@@ -72,7 +72,7 @@ for part in "$@"; do
       rm -rf "$folder"
       ;;
     big) measure big learner_memory --sections 7b --updates 1 $TINY_FLAG ;;
-    agree) measure agree agreement --shape $SHAPE --peak 6 --tokenizer "$TOKENIZER" --samplers $SAMPLERS $DEVICE ;;
+    agree) measure agree agreement --shape $SHAPE --peak 6 --tokenizer "$TOKENIZER" $AGREE $DEVICE ;;
     growth) measure growth growth --shape $SMALL --once 8192 --tokenizer "$TOKENIZER" --limits $LIMITS --prompts 4,16,64 ;;
     *)
       echo "no part '$part': see the head of this file" >&2
