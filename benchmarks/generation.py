@@ -72,11 +72,11 @@ STEPS = [(64, 4096), (8, 4096), (256, 128)]
 COMPILED = ((10, 64, 0), (10, 640, 600), (10, 640, 0), (30, 64, 0), (60, 64, 0))
 
 
-def build(shape: dict[str, Any], device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A Qwen2 model with random weights."""
+def build(shape: dict[str, Any], device: str, dtype: torch.dtype = torch.bfloat16, wide: bool = True) -> Any:
+    """A Qwen2 model with random weights; `wide`: `engine.local.float32_logits`."""
     torch.manual_seed(0)
     with torch.device(device):
-        return prepare_model(Qwen2ForCausalLM(Qwen2Config(**shape)).to(dtype))
+        return prepare_model(Qwen2ForCausalLM(Qwen2Config(**shape)).to(dtype), float32_logits=wide)
 
 
 def contexts(count: int, length: int, shared: int, vocabulary: int, rng: np.random.Generator) -> list[Any]:
@@ -95,6 +95,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.device, self.tiny, self.folder = args.device, args.tiny, args.trained
         self.cuda = args.device == "cuda"
+        self.wide = args.float32_logits
         self.paged = {"paged": True} if not self.cuda else {}
         self.only = [int(i) for i in args.work.split(",")] if args.work else range(len(WORK))
         self.scale = 16 if args.tiny else 1
@@ -110,7 +111,7 @@ class Bench:
             self.models.clear()
             self.free()
             shape = TINY if self.tiny else {"1.5B": SHAPE, "135M": SMALL}[name]
-            self.models[name] = build(shape, self.device)
+            self.models[name] = build(shape, self.device, wide=self.wide)
         return self.models[name]
 
     def free(self) -> None:
@@ -291,7 +292,7 @@ class Bench:
             torch.manual_seed(0)
             made = AutoModelForCausalLM.from_pretrained if name == "trained" else AutoModelForCausalLM.from_config
             model = made(self.folder if name == "trained" else config, dtype=torch.bfloat16).to(self.device)
-            model = prepare_model(model)
+            model = prepare_model(model, float32_logits=self.wide)
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 self.compile(model)
@@ -347,6 +348,9 @@ def main() -> None:
     parser.add_argument("--work", default="", help="rows of the table, by number; all without it")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument(
+        "--float32-logits", action=argparse.BooleanOptionalAction, default=True, help="engine.local.float32_logits"
+    )
     parser.add_argument("--trained", help="folder or hub name of the model of section `trained`")
     parser.add_argument("--commit", default="")
     args = parser.parse_args()

@@ -2,7 +2,7 @@
 # The numbers of docs/performance.md on one GPU, a part at a time, JSON and logs in a folder.
 #   bash benchmarks/speed_gpu.sh OUT TOKENIZER [steps|vllm|small|mixed|learner|plain|paper|big|growth|agree|kernels ...]
 # OUT: where to; TOKENIZER: a folder with that of DeepSeek-R1-Distill-Qwen. Without names all parts run, in this order:
-#   steps    decode steps, the same draws
+#   steps    decode steps, with logits in float32 and rounded; the same draws
 #   vllm     every call of the table at 1.5B beside vLLM 0.26.0 (it must be installed), in one call of the benchmark
 #   small    the call at 135M beside vLLM
 #   mixed    1,024 requests of mixed length
@@ -58,7 +58,10 @@ make_model(sys.argv[1], sys.argv[2], Path(sys.argv[3]))" "$SHAPE" "$TOKENIZER" "
 for part in "$@"; do
   # shellcheck disable=SC2086
   case $part in
-    steps) measure steps generation --sections steps,exact $TINY_FLAG $DEVICE ;;
+    steps)
+      measure steps generation --sections steps,exact $TINY_FLAG $DEVICE
+      measure rounded generation --sections steps --no-float32-logits $TINY_FLAG $DEVICE
+      ;;
     vllm) measure vllm generation --sections vllm,work --work 0,1,2,3,4,5,6 $TINY_FLAG $DEVICE ;;
     small) measure small generation --sections vllm,work --work 7 $TINY_FLAG $DEVICE ;;
     mixed) measure mixed generation --sections mixed $TINY_FLAG $DEVICE ;;
