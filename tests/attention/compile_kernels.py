@@ -78,8 +78,8 @@ KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
     ("gate", fused_triton._gate, LAYER, {"B": 2048}, 4, 3),
     ("chunk_stats", draw_triton._chunk_stats, DRAW, {"B": 4096}, 4, 3),
     ("find", draw_triton._find, DRAW, {"B": 4096, "BC": 64}, 8, 3),
-    ("nucleus", draw_triton._nucleus, DRAW, {"B": 8192, "HALF": True}, 16, 3),
-    ("nucleus 32", draw_triton._nucleus, DRAW | {"LOGITS": FLOAT}, {"B": 8192, "HALF": False}, 16, 3),
+    ("nucleus", draw_triton._nucleus, DRAW, {"B": 4096}, 16, 3),
+    ("nucleus 32", draw_triton._nucleus, DRAW | {"LOGITS": FLOAT}, {"B": 4096}, 16, 3),
 ]
 
 

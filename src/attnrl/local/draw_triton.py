@@ -1,8 +1,8 @@
 """Drawing tokens in one or two kernels.
 
 From plain softmax the logits are read once, and a second time only where the token lies. For top-p nothing is sorted:
-the smallest kept logit is found by halving what it can be until one token is left, each time by one reading of the row,
-which the L2 holds.
+the smallest kept logit is found by cutting what it can be in four until one value is left, each time by one reading of
+the row.
 
 Shapes: R rows, V vocabulary, C chunks of the vocabulary, L looks: columns of the output.
 The token is the one `draw.py` defines: the cumulated distribution, in vocabulary order, inverted at one uniform number.
@@ -72,13 +72,16 @@ def _find(
 
 
 @triton.jit
-def _ordered(x, HALF: tl.constexpr):
-    """Integers in the order of the floats: of 16 bits where every float is a bfloat16, of 32 else."""
+def _ordered(x):
+    """32-bit integers in the order of the floats."""
     bits = x.to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, ~bits, bits | -2147483648)
-    if HALF:
-        return (order >> 16) & 0xFFFF
-    return order ^ -2147483648  # as signed numbers
+    return tl.where(bits < 0, ~bits ^ -2147483648, bits)
+
+
+@triton.jit
+def _float(order):
+    """The float of an integer of `_ordered`."""
+    return tl.where(order < 0, ~(order ^ -2147483648), order).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -87,89 +90,99 @@ def _logits(base, start, v, V):
 
 
 @triton.jit
-def _from(base, V, bound, top, inverse, B: tl.constexpr, HALF: tl.constexpr):
-    """How much lies at or above the bound, relative to the top, and of how many tokens."""
+def _top_and_total(base, V, inverse, B: tl.constexpr):
+    """The largest logit, and the weights of all relative to it."""
     v = tl.arange(0, B)
+    tops = tl.full([B], -float("inf"), tl.float32)
     mass = tl.zeros([B], tl.float32)
-    count = tl.zeros([B], tl.int32)
     for start in range(0, V, B):
         x = _logits(base, start, v, V)
-        here = (_ordered(x, HALF) >= bound) & (start + v < V)
-        mass += tl.where(here, tl.exp((x - top) * inverse), 0.0)
-        count += here.to(tl.int32)
-    return tl.sum(mass, 0), tl.sum(count, 0)
+        higher = tl.maximum(tops, x)
+        from_higher = tl.where(higher == -float("inf"), 0.0, higher)
+        mass = mass * tl.exp((tops - from_higher) * inverse) + tl.exp((x - from_higher) * inverse)
+        tops = higher
+    top = tl.max(tops, 0)
+    return top, tl.sum(mass * tl.exp((tops - top) * inverse), 0)
 
 
 @triton.jit
-def _above(base, V, low, last, top, inverse, B: tl.constexpr, HALF: tl.constexpr):
-    """How much lies above the last, and the weight of one from low to it: they are all the same."""
+def _bound(low, last, share):
+    """The integer of the float at that share of the way; above low, so that the search goes on."""
+    bottom = _float(low)
+    return tl.minimum(tl.maximum(_ordered(bottom + share * (_float(last) - bottom)), low + 1), last)
+
+
+@triton.jit
+def _masses(base, V, first, second, third, low, last, top, inverse, B: tl.constexpr):
+    """How much lies at or above each of three bounds, and the smallest and the largest logit from low to last."""
     v = tl.arange(0, B)
-    above = tl.zeros([B], tl.float32)
-    each = tl.zeros([B], tl.float32)
+    at_first = tl.zeros([B], tl.float32)
+    at_second = tl.zeros([B], tl.float32)
+    at_third = tl.zeros([B], tl.float32)
+    smallest = tl.full([B], 2147483647, tl.int32)
+    largest = tl.full([B], -2147483648, tl.int32)
     for start in range(0, V, B):
         x = _logits(base, start, v, V)
-        order = _ordered(x, HALF)
+        order = _ordered(x)
         p = tl.exp((x - top) * inverse)
-        above += tl.where(order > last, p, 0.0)
-        each = tl.maximum(each, tl.where((order >= low) & (order <= last), p, 0.0))
-    return tl.sum(above, 0), tl.max(each, 0)
+        at_first += tl.where(order >= first, p, 0.0)
+        at_second += tl.where(order >= second, p, 0.0)
+        at_third += tl.where(order >= third, p, 0.0)
+        here = (order >= low) & (order <= last)
+        smallest = tl.minimum(smallest, tl.where(here, order, 2147483647))
+        largest = tl.maximum(largest, tl.where(here, order, -2147483648))
+    sums = tl.sum(at_first, 0), tl.sum(at_second, 0), tl.sum(at_third, 0)
+    return sums[0], sums[1], sums[2], tl.min(smallest, 0), tl.max(largest, 0)
 
 
 @triton.jit
 def _nucleus(
     LOGITS, UNIFORM, COLUMN, TOKENS, LENGTHS, IDS, LOGPROBS, V, pitch, inverse, top_p, out_pitch,
-    B: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr = False,
+    B: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.load(COLUMN)
     base = LOGITS + row * pitch
-    v = tl.arange(0, B)
-    tops = tl.full([B], -float("inf"), tl.float32)
-    for start in range(0, V, B):
-        x = _logits(base, start, v, V)
-        tops = tl.maximum(tops, x)
-    top = tl.max(tops, 0)
-    mass = tl.zeros([B], tl.float32)
-    for start in range(0, V, B):
-        x = _logits(base, start, v, V)
-        mass += tl.exp((x - top) * inverse)
-    total = tl.sum(mass, 0)
+    top, total = _top_and_total(base, V, inverse, B)
     goal = top_p * total
 
-    # The smallest kept logit lies from low to last, halved until that holds one token or one value. All below `least`
-    # are together less than what may be left out, however many they are.
-    least = top + tl.log(0.25 * (1.0 - top_p) * total / V) / inverse
-    finite = (least > -float("inf")) & (least < float("inf"))
-    low = tl.where(finite, _ordered(least, HALF), 0 if HALF else -2147483648).to(tl.int64)
-    last = tl.where(finite, _ordered(top, HALF), 0xFFFF if HALF else 2147483647).to(tl.int64)
-    from_low = V
-    above_last = 0
-    while (low < last) & (from_low - above_last > 1):
-        middle = (low + last + 1) >> 1
-        reached, count = _from(base, V, middle.to(tl.int32), top, inverse, B, HALF)
-        enough = reached >= goal
-        low = tl.where(enough, middle, low)
-        from_low = tl.where(enough, count, from_low)
-        last = tl.where(enough, last, middle - 1)
-        above_last = tl.where(enough, above_last, count)
-    low = low.to(tl.int32)
-    last = last.to(tl.int32)
+    # The smallest kept logit lies from low to last, cut in four until that holds one value. All below `least` are
+    # together less than what may be left out, or than rounding, however many they are.
+    least = top + tl.log(0.25 * tl.maximum(1.0 - top_p, 1e-7) * total / V) / inverse
+    real = total == total  # else there is nothing to search, and NaN must be seen
+    low = tl.where(real, _ordered(least), -2147483648)
+    last = tl.where(real, _ordered(top), -2147483648)
+    at_low = total
+    over = 0.0  # above last
+    while low < last:
+        first, second, third = _bound(low, last, 0.25), _bound(low, last, 0.5), _bound(low, last, 0.75)
+        at_first, at_second, at_third, smallest, largest = _masses(
+            base, V, first, second, third, low, last, top, inverse, B
+        )
+        if at_third >= goal:
+            low, at_low = third, at_third
+        elif at_second >= goal:
+            low, at_low, last, over = second, at_second, third - 1, at_third
+        elif at_first >= goal:
+            low, at_low, last, over = first, at_first, second - 1, at_second
+        else:
+            last, over = first - 1, at_first
+        low, last = tl.maximum(low, smallest), tl.minimum(last, largest)
 
-    # Above them all stay; of equals, the first ones, as many as the goal asks for.
-    over, one = _above(base, V, low, last, top, inverse, B, HALF)
+    # Above last all stay; of equals at it, the first ones, as many as the goal asks for.
+    one = tl.exp((_float(last) - top) * inverse)
     equals = tl.maximum(tl.ceil((goal - over) / one), 1.0).to(tl.int32)
-    equals = tl.minimum(equals, from_low - above_last)  # the quotient may be rounded up past them
-
-    kept = over + one * equals
+    kept = tl.minimum(over + one * equals, at_low)  # the quotient may be rounded up past them
     goal = tl.load(UNIFORM + row * out_pitch + column) * kept
     before = 0.0
     seen = 0
     token = -1
     possible = 0
+    v = tl.arange(0, B)
     for start in range(0, V, B):
         x = _logits(base, start, v, V)
-        order = _ordered(x, HALF)
+        order = _ordered(x)
         equal = ((order >= low) & (order <= last)).to(tl.int32)
         stays = (order > last) | ((equal > 0) & (seen + tl.cumsum(equal, 0) <= equals))
         p = tl.where(stays & (start + v < V), tl.exp((x - top) * inverse), 0.0)
@@ -202,11 +215,10 @@ def draw_into(
     inverse = 1.0 / temperature
     assert uniform_RL.stride(0) == ids_RL.stride(0) == logprobs_RL.stride(0)
     if top_p < 1:
-        block = min(8192, triton.next_power_of_2(vocabulary))
+        block = min(4096, triton.next_power_of_2(vocabulary))
         _nucleus[(rows,)](
             logits_RV, uniform_RL, column_1, tokens_R, lengths_R, ids_RL, logprobs_RL, vocabulary, logits_RV.stride(0),
-            inverse, top_p, ids_RL.stride(0), block, logits_RV.dtype == torch.bfloat16, num_warps=16,
-            **early(logits_RV.device),
+            inverse, top_p, ids_RL.stride(0), block, num_warps=16, **early(logits_RV.device),
         )  # fmt: skip
         return
     chunks = triton.cdiv(vocabulary, CHUNK)
