@@ -40,11 +40,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 RESPONSES = 64  # of full length in the sampler's cache
 GPUS = (80, 141)  # GB
 TREES = 4  # of six trunks, half of them right (Eq. 9)
-# Tokens a second of sampler and learner by response length, 1.5B shape, one H200, commit 05d0c33 (docs/performance.md):
+# Tokens a second of sampler and learner by response length, 1.5B shape, one H200, commit 4ea5c35 (docs/performance.md):
 # 256 requests of 128 + 2,048 tokens; 64 of 4,096 + 512; learner with all layers again and reference, microbatches of
 # 16,384.
-MEASURED = {2048: (57_889, 33_740), 8192: (10_386, 29_555)}
-LEARNER_7B = 4_421  # the same of 7B with its optimizer on the host, responses of 8,192 tokens, commit e647cfc
+MEASURED = {2048: (58_353, 33_940), 8192: (10_481, 29_840)}
+LEARNER_7B = 4_208  # the same of 7B with its optimizer on the host, responses of 8,192 tokens, commit 4ea5c35
 FORWARD_MS = {"0.5B": 39.4, "1.5B": 81.3, "7B": 264.2}  # scoring 8,192 tokens, one H200, commit eb78a4f
 
 
