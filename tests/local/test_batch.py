@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from attnrl.attention.pages import PAGE
 from attnrl.errors import TrainingError
 from attnrl.local.batch import PagedBatch
+from attnrl.local.flights import Flight, Mark, fly
 from attnrl.local.rows import RowTable
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Rollout, Sampling, as_ids
@@ -138,31 +139,80 @@ def test_pages_held_are_little_more_than_tokens_alive() -> None:
     assert stats.cache_peak_bytes - stats.cache_live_bytes <= 10 * PAGE_BYTES
 
 
-def test_the_host_waits_once_for_all_prefills_of_an_admission(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six contexts of 40 tokens in forwards of 80: three are started before what the first drew is looked at."""
+def test_the_host_is_a_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six contexts of 40 tokens in forwards of 80: three prefills and the first steps are queued before the host looks
+    at what the first drew; from then on the next steps before it looks at the last. Nothing is there before the wait.
+    """
     model = build()
     rng = np.random.default_rng(0)
-    requests = [Request(as_ids(rng.integers(0, VOCABULARY, 40)), 5 if i else 1, i) for i in range(6)]
+    requests = [Request(as_ids(rng.integers(0, VOCABULARY, 40)), 9 if i else 1, i) for i in range(6)]
     expected = Sampler(model, stop_ids=()).generate(requests, Sampling(), version=0)
-    sampler, batch = paged(model, stop_ids=(), prefill_tokens=80)
+    sampler, batch = paged(model, stop_ids=(), prefill_tokens=80, check_every=4)
     seen: list[str] = []
-    for name in ("_forward_contexts", "_let_run"):
+    for name in ("_forward_contexts", "_draw", "_land"):
         inner = getattr(batch, name)
         monkeypatch.setattr(batch, name, lambda *a, name=name, inner=inner: (seen.append(name), inner(*a))[1])
+    slow_copies(monkeypatch)
     assert_same(expected, sampler.generate(requests, Sampling(), version=0))
-    assert seen == ["_forward_contexts"] * 3 + ["_let_run"] * 3
+    first = ["_forward_contexts"] * 3 + ["_draw"] + ["_land"] * 3
+    assert seen == [*first, "_draw", "_land", "_land"]
     assert sampler.stats.prefills == 3
 
 
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device has drawn comes to the host no sooner than the host waits for it, as on a GPU that is behind."""
+
+    def late(request_R: Any, drawn_R: Any, ids_RC: Any, logprobs_RC: Any, begun: Mark | None = None) -> Flight:
+        flight = fly(request_R, drawn_R, ids_RC, logprobs_RC, begun)
+        there = flight.ids_RC.clone(), flight.logprobs_RC.clone()
+        flight.ids_RC.fill_(-1), flight.logprobs_RC.fill_(torch.nan)
+        wait = flight.landed.wait
+
+        def arrive() -> None:
+            wait()
+            flight.ids_RC.copy_(there[0]), flight.logprobs_RC.copy_(there[1])
+
+        monkeypatch.setattr(flight.landed, "wait", arrive)
+        return flight
+
+    monkeypatch.setattr("attnrl.local.batch.fly", late)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_ends_and_too_few_pages(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches of few prompts that end by stop tokens and limits, over few rows and few pages, with a host that sees
+    everything late: what slots draw, no page lost.
+    """
+    rng = np.random.default_rng(seed)
+    model = build()
+    prompts = [as_ids(rng.integers(0, VOCABULARY, int(n))) for n in rng.integers(1, 90, 3)]
+    requests = []
+    for i in range(24):
+        prompt = prompts[i % 3]
+        kept = len(prompt) if rng.random() < 0.5 else int(rng.integers(1, len(prompt) + 1))
+        requests.append(Request(prompt[:kept], int(rng.choice([1, 2, 5, 30, 90])), int(rng.integers(2**60))))
+    stops = {0: (), 1: (3,)}.get(seed % 3, STOPS)
+    expected = Sampler(model, stop_ids=stops).generate(requests, Sampling(), version=0)
+    slow_copies(monkeypatch)
+    settings = {"rows": int(rng.integers(1, 25)), "check_every": int(rng.choice([1, 3, 8, 64]))}
+    settings |= {"prefill_tokens": int(rng.integers(1, 300)), "cache_bytes": int(rng.integers(1, 60)) * PAGE_BYTES}
+    sampler, batch = paged(model, stop_ids=stops, **settings)
+    assert_same(expected, sampler.generate(requests, Sampling(), version=0))
+    assert_same(expected, sampler.generate(requests, Sampling(), version=0))
+    assert batch.pool is not None
+    assert batch.pool.used == 0
+
+
 def test_the_longer_rows_are_the_rarer_the_looks() -> None:
-    """Looks after 16 steps until the rows have drawn 544 tokens in the mean, then after 17 and, from 2,048 on, 64."""
-    table = RowTable([Request(as_ids([1]), 4000, 0), Request(as_ids([1]), 100, 1)], 2, np.zeros(VOCABULARY, np.bool_))
+    """Looks after 8 steps until the rows have drawn 1,152 tokens in the mean, then after 9 and, from 8,192 on, 64."""
+    table = RowTable([Request(as_ids([1]), 9000, 0), Request(as_ids([1]), 100, 1)], 2, np.zeros(VOCABULARY, np.bool_))
     table.count, table.request[:] = 2, [0, 1]
-    for drawn, most, steps in ((1, 64, 16), (1, 7, 7), (543, 64, 16), (544, 64, 17), (3000, 64, 64), (3990, 64, 10)):
+    cases = ((1, 64, 8), (1, 7, 7), (1151, 64, 8), (1152, 64, 9), (8192, 64, 64), (8899, 64, 64), (8990, 64, 10))
+    for drawn, most, steps in cases:
         table.drawn[:] = drawn
         assert table.steps(most) == steps
-    table.drawn[:] = [1000, 88]
-    assert table.steps(64) == 17
+    table.drawn[:] = [2300, 88]
+    assert table.steps(64) == 9
 
 
 def test_a_call_that_breaks_off_leaves_the_next_one_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,20 +4,22 @@ A row holds the pages it needs and no more; what a prompt's trunks or a trunk's 
 and read once for all of them. When pages run out, the rows admitted last are put back and prefilled again later with
 what they have drawn. The step is one CUDA graph, the same for any lengths.
 
+The host is a look ahead of the device (`flights.py`): it queues the next steps before it sees what the last ones drew.
+A row that reaches its limit is known beforehand to end; one that draws a stop token runs on until the host has seen it.
+Nothing waits for what is freed meanwhile, since the device does its work in the order it was queued in.
+
 Shapes: R rows of the step, C steps between two looks from the host, M pages of the longest row, I items of attention,
 N contexts of a prefill, T packed tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from attnrl.attention.layout import lay_out
@@ -32,6 +34,7 @@ from attnrl.attention.pages import (
 )
 from attnrl.attention.trie import Trie, common_prefix, continue_trie, sorted_rows
 from attnrl.local.draw import uniforms
+from attnrl.local.flights import Flight, Mark, fly
 from attnrl.local.forward import Forward, Setup, draw_column
 from attnrl.local.graphs import Graphs
 from attnrl.local.paged_state import PagedState, Shape
@@ -51,23 +54,13 @@ class _Carry:
     logits_V: Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prefilled:
-    """Requests whose contexts lie in pages, and what the device draws after them."""
-
-    requests: Ints
-    trie: Trie
-    pages: list[Pages]
-    ids_N: Tensor
-    logprobs_N: Tensor
-
-
 class PagedBatch:
     """The rows that run, their pages and their state on the device.
 
-    The host knows all rows (`table`, `_pages`) and sets the device's state at every look: the newest token of each row
-    (drawn, not yet stored), its position, the uniform numbers of the coming steps and the row's pages. Rows beyond the
-    running ones are idle: they stand at position 0 of page 0 and draw tokens nobody reads, so that few graphs serve.
+    The host knows all rows (`table`, `_pages`) and sets the device's state at every look: the position of each row's
+    newest token (drawn, not yet stored), the uniform numbers of the coming steps and the row's pages. The token itself
+    the device has kept. Rows beyond the running ones are idle: they stand at position 0 of page 0 and draw tokens
+    nobody reads, so that few graphs serve.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -80,6 +73,7 @@ class PagedBatch:
         self._last_position = 1 << 40 if most is None else most - 1  # a finished row runs on until the next look
         self._requests: Sequence[Request] = ()
         self._carry: _Carry | None = None
+        self._flights: list[Flight] = []
         self.pool: PagePool | None = None
         self._graphs = Graphs(self.model, self.device, enabled=setup.cuda_graphs)
         self._forward = Forward(self.model, setup.layers, setup.dtype)
@@ -97,9 +91,15 @@ class PagedBatch:
         self._forward.refresh()
         stats.rows, stats.fused, stats.cuda_graph = wanted, self._forward.fused is not None, self._graphs.enabled
         self.table = RowTable(requests, wanted, self.setup.stops_V)
+        self._state.open(len(requests))
+
+    def busy(self) -> bool:
+        """Whether some request has not ended, or is not known to."""
+        return bool(self.waiting or self.table.count or self._flights)
 
     def close(self) -> None:
         """Ends a call, whole or broken off."""
+        self._flights.clear()
         if self.pool is not None:
             for row in range(self.table.count):
                 self.pool.drop(self._row_pages(row))
@@ -171,48 +171,39 @@ class PagedBatch:
         rows = self.stats.rows
         if self.table.count and rows - self.table.count < max(1, rows // 16):
             return  # admitting one by one would run a prefill for every step
-        begin = time.perf_counter()
-        coming: list[_Prefilled] = []
-        running = self.table.count
-        while self.waiting and running < rows:
-            done = self._prefill(self.waiting[: rows - running], running, sampling)
-            if done is None:
+        while self.waiting and self.table.count < rows:
+            taken = self._prefill(self.waiting[: rows - self.table.count], sampling)
+            if not taken:
                 break
-            coming.append(done)
-            running += len(done.pages)
-            del self.waiting[: len(done.pages)]
-        for done in coming:  # only now does the host wait for the device
-            self._let_run(done)
+            del self.waiting[:taken]
         if not self.waiting:
             self._forget_carry()
-        self.stats.prefill_seconds += time.perf_counter() - begin
 
-    def _prefill(self, candidates: list[int], running: int, sampling: Sampling) -> _Prefilled | None:
-        """Starts the prefill of as many candidates as fit into one forward and the pool; None where none does."""
-        contexts = self._fitting(candidates, running)
+    def _prefill(self, candidates: list[int], sampling: Sampling) -> int:
+        """Queues the prefill of as many candidates as fit into one forward and the pool; returns how many do."""
+        contexts = self._fitting(candidates)
         if not contexts:
-            return None
+            return 0
+        begun = Mark(self.device)
         carried = None if self._carry is None else self._carry.context
         trie = continue_trie(contexts, carried, self.setup.prefill_tokens)
-        requests = np.array(candidates[: len(contexts)], np.int64)
+        request_N = np.array(candidates[: len(contexts)], np.int64)
+        before_N = self.table.resumed[request_N]
         pages, logits_NV = self._forward_contexts(contexts, trie)
-        drawn = self._first_draw(logits_NV, self.table.streams[requests], self.table.resumed[requests], sampling)
+        ids_N, logprobs_N = self._first_draw(logits_NV, self.table.streams[request_N], before_N, sampling)
+        self._state.drawn(sent(request_N, self.device), ids_N)
+        self._flights.append(fly(request_N, before_N, ids_N[:, None], logprobs_N[:, None], begun))
         self.stats.add_prefill(trie)
-        return _Prefilled(requests, trie, pages, *drawn)
-
-    def _let_run(self, done: _Prefilled) -> None:
-        """A row for each request of a prefill that goes on after its first token."""
-        ids_N, logprobs_N = done.ids_N.cpu().numpy(), done.logprobs_N.cpu().numpy()
-        for row, held in zip(self.table.admit(done.requests, done.trie, ids_N, logprobs_N), done.pages, strict=True):
-            if row < 0:
-                self._held().drop(held)
-            else:
-                self._pages_RM[row, : len(held)], self._held_R[row] = held, len(held)
+        rows = self.table.add(request_N, [len(path) for path in trie.paths])
+        for row, held in zip(rows, pages, strict=True):
+            self._pages_RM[row, : len(held)], self._held_R[row] = held, len(held)
         self._state.look = 0
+        self._let_go()
+        return len(contexts)
 
-    def _fitting(self, candidates: list[int], running: int) -> list[Ids]:
+    def _fitting(self, candidates: list[int]) -> list[Ids]:
         """Contexts of the first candidates, as many as one forward and the pool hold, with a page to grow a row."""
-        pool = self._held()
+        pool, running = self._held(), self.table.count
         previous = np.zeros(0, np.int32) if self._carry is None else self._carry.context
         contexts: list[Ids] = []
         tokens, free = 0, pool.free - running
@@ -263,34 +254,50 @@ class PagedBatch:
     # Drawing
 
     def advance(self, sampling: Sampling) -> None:
-        """Draws up to `check_every` tokens for each running row and lets ended rows go."""
-        table = self.table
-        steps = table.steps(self.setup.check_every)
-        self._make_room(steps)
-        ids_RC, logprobs_RC = self._run(steps, sampling)
-        ended = table.advance(ids_RC, logprobs_RC)
-        self.stats.steps += steps
-        self.stats.row_steps += steps * self._state.shape.rows
-        if ended.any():
-            for row in np.flatnonzero(ended).tolist():
-                self._held().drop(self._row_pages(row))
-            kept = np.flatnonzero(~ended)
-            self._pages_RM[: len(kept)], self._held_R[: len(kept)] = self._pages_RM[kept], self._held_R[kept]
-            table.keep(kept)
-            self._state.look = 0
+        """Queues up to `check_every` tokens for each running row, and looks at what was drawn before."""
+        self._make_room()
+        if self.table.count:
+            self._draw(self.table.steps(self.setup.check_every), sampling)
+            self._let_go()
+        while len(self._flights) > bool(self.table.count or self.waiting):
+            self._land()
 
-    def _make_room(self, steps: int) -> None:
+    def _land(self) -> None:
+        """Waits for what was queued first, keeps what it drew, and lets ended rows go."""
+        flight = self._flights.pop(0)
+        self.table.record(flight.request_R, flight.drawn_R, *flight.land())
+        self.stats.prefill_seconds += flight.prefill_seconds
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Drops the rows that draw no more, and their pages."""
+        table = self.table
+        kept = table.going()
+        if len(kept) == table.count:
+            return
+        for row in np.setdiff1d(np.arange(table.count), kept).tolist():
+            self._held().drop(self._row_pages(row))
+        self._pages_RM[: len(kept)], self._held_R[: len(kept)] = self._pages_RM[kept], self._held_R[kept]
+        table.keep(kept)
+        self._state.look = 0
+
+    def _make_room(self) -> None:
         """Gives every row the pages of its coming tokens; puts the last rows back where there are too few."""
         table, pool = self.table, self._held()
-        while True:
+        while table.count:
+            steps = table.steps(self.setup.check_every)
             missing_R = -(-(table.length[: table.count] + steps) // PAGE) - self._held_R[: table.count]
             missing_R = missing_R.clip(0)
             if int(missing_R.sum()) <= pool.free:
                 break
             if self._carry is not None:
                 self._forget_carry()
-                continue
-            self._put_back_last()
+            elif self._flights:
+                self._land()  # rows may have ended
+            else:
+                self._put_back_last()
+        else:
+            return
         row = np.repeat(np.arange(table.count), missing_R)
         behind = np.arange(len(row)) - np.repeat(np.cumsum(missing_R) - missing_R, missing_R)
         self._pages_RM[row, self._held_R[row] + behind] = pool.take(len(row))
@@ -310,16 +317,19 @@ class PagedBatch:
     def _row_pages(self, row: int) -> Pages:
         return self._pages_RM[row, : self._held_R[row]]
 
-    def _run(self, steps: int, sampling: Sampling) -> tuple[Ints, NDArray[np.float32]]:
-        """Advances all rows by `steps` tokens; returns ids and log-probs [running, steps] of the running ones."""
-        running = self.table.count
+    def _draw(self, steps: int, sampling: Sampling) -> None:
+        """Queues `steps` tokens for all rows."""
         self._place()
-        state = self._state
-        key = (state.shape, sampling)
+        table, state = self.table, self._state
+        running, key = table.count, (state.shape, sampling)
         for _ in range(steps):
             self._graphs.step(key, self._step, (state.tokens_R, state.lengths_R, state.column_1))
-        ids_RC = state.ids_RC[:running, :steps].cpu().numpy()
-        return ids_RC, state.logprobs_RC[:running, :steps].cpu().numpy()
+        state.drawn(state.request_R, state.tokens_R[:running])
+        drawn = state.ids_RC[:running, :steps], state.logprobs_RC[:running, :steps]
+        self._flights.append(fly(table.request[:running], table.drawn[:running], *drawn))
+        table.go(steps)
+        self.stats.steps += steps
+        self.stats.row_steps += steps * state.shape.rows
 
     def _place(self) -> None:
         """Sets the device's state from the host's."""

@@ -31,7 +31,7 @@ from attnrl.local.stats import length_bucket, step_rows
 
 PROGRAMS = 528  # pieces of attention that keep all multiprocessors of a large GPU busy, a few each
 MIN_CHUNK = 256  # tokens of the shortest piece
-REPLAN = 8  # looks after which the pieces are cut anew, since rows have grown
+REPLAN = 16  # looks after which the pieces are cut anew, since rows have grown
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class PagedState:
         self._value_dim = max(layer.value_dim for layer in layers)
         self.table_RM = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         self.tokens_R, self.lengths_R = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        self.request_R, self._newest_N = torch.zeros(2, 0, dtype=torch.int64, device=device)
         self.uniform_RC, self.logprobs_RC = torch.zeros(2, rows, check_every, dtype=torch.float32, device=device)
         self.ids_RC = torch.zeros(rows, check_every, dtype=torch.int64, device=device)
         self.column_1 = torch.zeros(1, dtype=torch.int64, device=device)
@@ -67,6 +68,15 @@ class PagedState:
         self.spared = 0  # tokens that rows need not hold, since their neighbour does
         self.look = 0  # 0: the rows are others than at the last look
 
+    def open(self, requests: int) -> None:
+        """Starts a call of so many requests."""
+        self._newest_N = torch.zeros(requests, dtype=torch.int64, device=self.device)
+        self.look = 0
+
+    def drawn(self, request_R: Tensor, tokens_R: Tensor) -> None:
+        """Keeps the newest tokens of these requests: the host knows them later."""
+        self._newest_N.index_copy_(0, request_R, tokens_R)
+
     def place(self, table: RowTable, pages_RM: Pages, held_R: Ints) -> None:
         """Sets the state from the host's: the running rows and the pages that each holds."""
         running, device = table.count, self.device
@@ -74,8 +84,9 @@ class PagedState:
         columns = int(held_R.max())
         self.table_RM[:running, :columns] = sent(pages_RM[:, :columns], device)
         self.table_RM[running:rows] = 0
-        tokens_R, lengths_R, streams_R, drawn_R = sent(table.state(), device)
-        self.tokens_R[:running], self.lengths_R[:running] = tokens_R, lengths_R
+        self.request_R = sent(table.request[:running], device)
+        self.tokens_R[:running] = self._newest_N[self.request_R]
+        self.lengths_R[:running], streams_R, drawn_R = sent(table.state(), device)
         self.lengths_R[running:rows] = 0
         coming_RC = drawn_R[:, None] + torch.arange(self.check_every, device=device)
         self.uniform_RC[:running] = uniforms(streams_R[:, None], coming_RC)

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnrl.attention.pages import Ints
-from attnrl.attention.trie import Trie
 from attnrl.errors import TrainingError
 from attnrl.local.draw import stream_of
 from attnrl.types import Finish, Ids, Request, Rollout
@@ -38,66 +37,79 @@ class RowTable:
     def record(
         self, request_R: Ints, drawn_R: Ints, ids_RC: Ints, logprobs_RC: NDArray[np.float32]
     ) -> NDArray[np.bool_]:
-        """Keeps each row's new tokens up to its end and returns which rows have ended: bool [R]."""
+        """Keeps each row's new tokens up to its end and returns which requests have ended: bool [R].
+
+        Of a request that had ended before nothing is kept.
+        """
         column_C = np.arange(ids_RC.shape[1])
         after_RC = drawn_R[:, None] + column_C + 1
         stop_RC = self.stops_V[ids_RC]
         end_RC = stop_RC | (after_RC >= self.limits[request_R][:, None])
-        ended_R: NDArray[np.bool_] = np.any(end_RC, axis=1)
-        last_R = np.where(ended_R, end_RC.argmax(axis=1), len(column_C) - 1)
-        valid_RC = column_C <= last_R[:, None]
+        ends_R: NDArray[np.bool_] = np.any(end_RC, axis=1)
+        over_R = self.ended(request_R)
+        last_R = np.where(ends_R, end_RC.argmax(axis=1), len(column_C) - 1)
+        valid_RC = (column_C <= last_R[:, None]) & ~over_R[:, None]
         target_RC = self.offsets[request_R][:, None] + after_RC - 1
         kept = logprobs_RC[valid_RC]
         if not np.isfinite(kept).all():
             raise TrainingError("the model's logits are not finite: no token can be drawn; check the weights for NaN")
         self.ids[target_RC[valid_RC]] = ids_RC[valid_RC]
         self.logprobs[target_RC[valid_RC]] = kept
-        for row in np.flatnonzero(ended_R):
+        for row in np.flatnonzero(ends_R & ~over_R):
             request = int(request_R[row])
             self.lengths_of[request] = drawn_R[row] + last_R[row] + 1
             self.finish[request] = "stop" if stop_RC[row, last_R[row]] else "length"
             self.finished += 1
+        return ends_R | over_R
+
+    def ended(self, request_R: Ints) -> NDArray[np.bool_]:
+        """Which of these requests are known to have ended."""
+        ended_R: NDArray[np.bool_] = self.lengths_of[request_R] > 0
         return ended_R
 
     def steps(self, most: int) -> int:
         """Tokens to draw until the next look: `most`, or what the row that has the most left may draw, if that is less.
 
-        A look costs about a step, and a row that ends runs on until the next one. So the next comes after a 32nd of
-        what the rows have drawn in the mean, at least 16: half of that is lost by a row that ends.
+        What a row draws after its end is lost, and its end is seen a look late: on average one and a half looks go by.
+        So the next comes after a 128th of what the rows have drawn in the mean, and after 8 at least: by then the host
+        has prepared it.
         """
         drawn = self.drawn[: self.count]
         left = self.limits[self.request[: self.count]] - drawn
-        return min(most, int(left.max()), max(16, int(drawn.mean()) // 32))
+        return min(most, int(left.max()), max(8, int(drawn.mean()) // 128))
+
+    def go(self, steps: int) -> None:
+        """All running rows are so many tokens farther."""
+        self.length[: self.count] += steps
+        self.drawn[: self.count] += steps
 
     def advance(self, ids_RC: Ints, logprobs_RC: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Keeps what all running rows have drawn; returns which have ended, bool [R]."""
-        active, steps = slice(0, self.count), ids_RC.shape[1]
-        ended = self.record(self.request[active].copy(), self.drawn[active], ids_RC, logprobs_RC)
+        active = slice(0, self.count)
+        ended = self.record(self.request[active], self.drawn[active], ids_RC, logprobs_RC)
         self.token[active] = ids_RC[:, -1]
-        self.length[active] += steps
-        self.drawn[active] += steps
+        self.go(ids_RC.shape[1])
         return ended
 
+    def going(self) -> Ints:
+        """The rows that draw on: their requests have not ended, as far as is known, and may draw more."""
+        request_R = self.request[: self.count]
+        over_R = self.ended(request_R) | (self.drawn[: self.count] >= self.limits[request_R])
+        return np.flatnonzero(~over_R)
+
     def state(self) -> Ints:
-        """Newest token, its position, random stream and tokens drawn of each running row: [4, R]."""
+        """Position of the newest token, random stream and tokens drawn of each running row: [3, R]."""
         active = slice(0, self.count)
         streams = self.streams[self.request[active]]
-        return np.stack([self.token[active], self.length[active], streams, self.drawn[active]])
+        return np.stack([self.length[active], streams, self.drawn[active]])
 
-    def admit(self, request_N: Ints, trie: Trie, ids_N: Ints, logprobs_N: NDArray[np.float32]) -> Ints:
-        """Keeps the first tokens drawn after the trie's contexts and adds a row for each request that goes on.
-
-        Returns the row of each, -1 where its first token was its last. [N]
-        """
-        before = self.resumed[request_N]
-        goes_on = np.flatnonzero(~self.record(request_N, before, ids_N[:, None], logprobs_N[:, None]))
-        places = np.full(len(request_N), -1)
-        places[goes_on] = added = np.arange(self.count, self.count + len(goes_on))
-        self.request[added], self.token[added] = request_N[goes_on], ids_N[goes_on]
-        self.length[added] = [len(trie.paths[i]) for i in goes_on]
-        self.drawn[added] = before[goes_on] + 1
-        self.count += len(goes_on)
-        return places
+    def add(self, request_N: Ints, length_N: Ints | list[int]) -> Ints:
+        """A row for each of these requests, which have drawn one token after contexts of these lengths: its number."""
+        added = np.arange(self.count, self.count + len(request_N))
+        self.request[added], self.length[added] = request_N, length_N
+        self.drawn[added] = self.resumed[request_N] + 1
+        self.count += len(added)
+        return added
 
     def remove(self, ended_R: NDArray[np.bool_]) -> tuple[Ints, Ints]:
         """Drops ended rows, moving the last running rows into the gaps: returns (moved from, moved to)."""

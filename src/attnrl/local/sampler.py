@@ -39,10 +39,10 @@ ROPE = "{}, where the model's rotary embedding changes for a whole batch: lower 
 class Batch(Protocol):
     """The rows that run, with their cache and their state on the device: `SlotBatch` or `PagedBatch`."""
 
-    waiting: list[int]  # requests that are not running yet
     table: RowTable
 
     def open(self, requests: Sequence[Request], stats: SamplerStats) -> None: ...
+    def busy(self) -> bool: ...
     def admit(self, sampling: Sampling) -> None: ...
     def advance(self, sampling: Sampling) -> None: ...
     def close(self) -> None: ...
@@ -56,7 +56,7 @@ class Sampler:
     `rows`: most requests that run at once (default 256 on CPU, 1024 on CUDA), fewer where `cache_bytes` (default 4
     GiB on CPU, half the free memory on CUDA) would not hold them at full length. `paged`: keys and values in pages
     (default: on CUDA). With pages, at most `check_every` decode steps lie between two looks for finished rows (default
-    64 on CUDA, where a look waits for the device, 1 on CPU), and `cuda_graphs` replays them (default: on CUDA).
+    64 on CUDA, where a look costs a few small kernels, 1 on CPU), and `cuda_graphs` replays them (default: on CUDA).
     None of these changes what is drawn. Cache and graphs are kept between calls; `close()` frees them.
     """
 
@@ -132,10 +132,9 @@ class Sampler:
         batch = self.batch
         batch.open(requests, self.stats)
         try:
-            while batch.waiting or batch.table.count:
+            while batch.busy():
                 batch.admit(sampling)
-                if batch.table.count:
-                    batch.advance(sampling)
+                batch.advance(sampling)
         finally:
             batch.close()
         return batch.table

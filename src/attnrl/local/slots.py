@@ -68,6 +68,10 @@ class SlotBatch:
         """Ends a call."""
         self._requests, self._carry = (), None
 
+    def busy(self) -> bool:
+        """Whether some request has not ended."""
+        return bool(self.waiting or self.table.count)
+
     def admit(self, sampling: Sampling) -> None:
         """Lets waiting requests run where enough rows are free."""
         rows = self.stats.rows
@@ -86,14 +90,17 @@ class SlotBatch:
         chosen = np.array(candidates[:taken], np.int64)
         streams = torch.from_numpy(table.streams[chosen]).to(self.device)
         ids, logprobs = draw(done.logits_NV, uniforms(streams, torch.zeros_like(streams)), sampling)
-        places = table.admit(chosen, done.trie, ids.cpu().numpy(), logprobs.cpu().numpy())
-        goes_on = np.flatnonzero(places >= 0)
+        first = ids.cpu().numpy()
+        ended = table.record(chosen, table.resumed[chosen], first[:, None], logprobs.cpu().numpy()[:, None])
+        goes_on = np.flatnonzero(~ended)
         if len(goes_on):
             paths = [done.trie.paths[i] for i in goes_on]
             lengths = np.array([len(path) for path in paths], np.int64)
+            rows = table.add(chosen[goes_on], lengths)
+            table.token[rows] = first[goes_on]
             cache = self._cache_for(int(lengths.max()) + 1)
             positions = np.concatenate([np.arange(n) for n in lengths])
-            cache.fill(np.repeat(places[goes_on], lengths), positions, np.concatenate(paths), done.keys, done.values)
+            cache.fill(np.repeat(rows, lengths), positions, np.concatenate(paths), done.keys, done.values)
             self._tidy(cache)
             self._place()
         self._carry = done.carry
@@ -104,6 +111,8 @@ class SlotBatch:
     def advance(self, sampling: Sampling) -> None:
         """Draws a token for each running row and lets ended rows go."""
         table = self.table
+        if not table.count:
+            return
         lengths = table.length[: table.count]
         cache = self._cache_for(int(lengths.max()) + 1)
         ids_R, logprobs_R = self._step(cache, row_blocks(lengths, cache.capacity), sampling)
@@ -147,7 +156,9 @@ class SlotBatch:
 
     def _place(self) -> None:
         """Sets the device's state from the host's."""
-        self._state_4R[:, : self.table.count] = torch.from_numpy(self.table.state()).to(self.device)
+        running = self.table.count
+        state_4R = np.concatenate([self.table.token[None, :running], self.table.state()])
+        self._state_4R[:, :running] = torch.from_numpy(state_4R).to(self.device)
 
     def _cache_for(self, needed: int) -> KVCache:
         """The cache, grown if `needed` positions do not fit: by half at least, to no more than the call can need."""
