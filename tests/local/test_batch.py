@@ -14,7 +14,6 @@ from attnrl.attention.pages import PAGE
 from attnrl.errors import TrainingError
 from attnrl.local.batch import PagedBatch
 from attnrl.local.flights import Flight, Mark, fly
-from attnrl.local.rows import RowTable
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Rollout, Sampling, as_ids
 
@@ -201,18 +200,6 @@ def test_any_order_of_ends_and_too_few_pages(seed: int, monkeypatch: pytest.Monk
     assert_same(expected, sampler.generate(requests, Sampling(), version=0))
     assert batch.pool is not None
     assert batch.pool.used == 0
-
-
-def test_the_longer_rows_are_the_rarer_the_looks() -> None:
-    """Looks after 8 steps until the rows have drawn 1,152 tokens in the mean, then after 9 and, from 8,192 on, 64."""
-    table = RowTable([Request(as_ids([1]), 9000, 0), Request(as_ids([1]), 100, 1)], 2, np.zeros(VOCABULARY, np.bool_))
-    table.count, table.request[:] = 2, [0, 1]
-    cases = ((1, 64, 8), (1, 7, 7), (1151, 64, 8), (1152, 64, 9), (8192, 64, 64), (8899, 64, 64), (8990, 64, 10))
-    for drawn, most, steps in cases:
-        table.drawn[:] = drawn
-        assert table.steps(most) == steps
-    table.drawn[:] = [2300, 88]
-    assert table.steps(64) == 9
 
 
 def test_a_call_that_breaks_off_leaves_the_next_one_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from attnrl.local.stats import length_bucket, step_rows
 
 PROGRAMS = 528  # pieces of attention that keep all multiprocessors of a large GPU busy, a few each
 MIN_CHUNK = 256  # tokens of the shortest piece
-REPLAN = 16  # looks after which the pieces are cut anew, since rows have grown
+REPLAN = 8  # looks after which the pieces are cut anew, since rows have grown
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,15 +68,9 @@ class RowTable:
         return ended_R
 
     def steps(self, most: int) -> int:
-        """Tokens to draw until the next look: `most`, or what the row that has the most left may draw, if that is less.
-
-        What a row draws after its end is lost, and its end is seen a look late: on average one and a half looks go by.
-        So the next comes after a 128th of what the rows have drawn in the mean, and after 8 at least: by then the host
-        has prepared it.
-        """
-        drawn = self.drawn[: self.count]
-        left = self.limits[self.request[: self.count]] - drawn
-        return min(most, int(left.max()), max(8, int(drawn.mean()) // 128))
+        """Tokens to draw until the next look: `most`, or what the row that has the most left may draw, if less."""
+        left = self.limits[self.request[: self.count]] - self.drawn[: self.count]
+        return min(most, int(left.max()))
 
     def go(self, steps: int) -> None:
         """All running rows are so many tokens farther."""

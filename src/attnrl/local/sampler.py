@@ -55,8 +55,9 @@ class Sampler:
 
     `rows`: most requests that run at once (default 256 on CPU, 1024 on CUDA), fewer where `cache_bytes` (default 4
     GiB on CPU, half the free memory on CUDA) would not hold them at full length. `paged`: keys and values in pages
-    (default: on CUDA). With pages, at most `check_every` decode steps lie between two looks for finished rows (default
-    64 on CUDA, where a look costs a few small kernels, 1 on CPU), and `cuda_graphs` replays them (default: on CUDA).
+    (default: on CUDA). With pages, `check_every` decode steps lie between two looks for finished rows (default 16 on
+    CUDA, 1 on CPU): a row that has ended runs on for one or two looks, and while the device draws, the host prepares
+    what comes after the next one. `cuda_graphs` replays the steps (default: on CUDA).
     None of these changes what is drawn. Cache and graphs are kept between calls; `close()` frees them.
     """
 
@@ -78,7 +79,7 @@ class Sampler:
         cuda = self.device.type == "cuda"
         self.vocabulary = vocabulary_of(model)
         self.rows = (1024 if cuda else 256) if rows is None else rows
-        look = (64 if cuda else 1) if check_every is None else check_every
+        look = (16 if cuda else 1) if check_every is None else check_every
         prefill = (16384 if cuda else 8192) if prefill_tokens is None else prefill_tokens
         for name, value in (("rows", self.rows), ("check_every", look), ("prefill_tokens", prefill)):
             if value < 1:
