@@ -64,8 +64,8 @@ class LocalConfig(Section):
     """auto (CUDA where there is one), cpu, cuda."""
     threads: int | None = Field(None, ge=1, json_schema_extra=MAY_CHANGE)
     """CPU threads of torch; None: torch's own choice. Tiny models gain little from a second one."""
-    rows: int = Field(256, ge=1, json_schema_extra=MAY_CHANGE)
-    """Responses drawn at the same time."""
+    rows: int | None = Field(None, ge=1, json_schema_extra=MAY_CHANGE)
+    """Responses drawn at the same time, where memory allows; None: 256 on a CPU, 1,024 on a GPU. It changes no draw."""
     float32_logits: bool = True
     """Logits of a model in half precision are not rounded to it, in sampler (own), scorer and learner alike: their
     log-probs of one token come nearer to each other."""

@@ -189,13 +189,14 @@ def forecast_memory(config: Config, path: str, found: Findings) -> None:
     import torch
 
     from attnrl.local.models import pick_device, pick_dtype
+    from attnrl.local.sampler import ROWS
 
     device = pick_device(config.engine.local.device)
     cuda = device.type == "cuda"
     there = float(torch.cuda.get_device_properties(device).total_memory if cuda else _host_bytes())
     width = pick_dtype(config.model.dtype, device).itemsize
     shape = shape_of(path, config.model)
-    rows = min(config.engine.local.rows, config.algo.prompts * config.algo.group)
+    rows = min(config.engine.local.rows or ROWS[device.type], config.algo.prompts * config.algo.group)
     items = memory(shape, config, weight_bytes=width, cached_rows=rows)
     away = host_memory(shape, config)
     if not cuda:

@@ -111,6 +111,7 @@ def run_chunk(
 ) -> list[dict[str, Any]]:
     """For each response one line: what it was, and its trials."""
     from attnrl.local.disrupt import continue_without
+    from attnrl.local.sampler import ROWS
 
     algo, wanted, decode = config.algo, config.evaluation, decoder(tokenizer)
     sampling, limit = Sampling(wanted.temperature, wanted.top_p), wanted.max_response_tokens
@@ -130,7 +131,7 @@ def run_chunk(
         hidden.append((len(prompt.ids) + steps[i][k].start, len(prompt.ids) + stop))
     drawn = (
         backend.generate(requests, sampling),
-        continue_without(backend.model, tokenizer, requests, hidden, sampling, config.engine.local.rows),
+        continue_without(backend.model, tokenizer, requests, hidden, sampling, config.engine.local.rows or ROWS["cpu"]),
     )
     whole = [
         [

@@ -26,7 +26,7 @@ def continue_without(
     requests: Sequence[Request],
     hidden: Sequence[Span | None],
     sampling: Sampling,
-    rows: int = 64,
+    rows: int = 256,
 ) -> list[Rollout]:
     """One rollout per request, in order, drawn while no new token attends to the `hidden` positions of its context.
 

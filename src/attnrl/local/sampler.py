@@ -32,6 +32,7 @@ from attnrl.local.slots import SlotBatch
 from attnrl.local.stats import SamplerStats
 from attnrl.types import Request, Rollout, Sampling
 
+ROWS = {"cpu": 256, "cuda": 1024}  # most requests that run at once, where nothing else is said
 POSITIONS = "the model's max_position_embeddings = {}: lower sampling.max_response_tokens"
 ROPE = "{}, where the model's rotary embedding changes for a whole batch: lower sampling.max_response_tokens"
 
@@ -78,7 +79,7 @@ class Sampler:
         self.device: torch.device = parameter.device
         cuda = self.device.type == "cuda"
         self.vocabulary = vocabulary_of(model)
-        self.rows = (1024 if cuda else 256) if rows is None else rows
+        self.rows = ROWS.get(self.device.type, 256) if rows is None else rows
         look = (16 if cuda else 1) if check_every is None else check_every
         prefill = (16384 if cuda else 8192) if prefill_tokens is None else prefill_tokens
         for name, value in (("rows", self.rows), ("check_every", look), ("prefill_tokens", prefill)):
