@@ -279,6 +279,22 @@ def test_missing_paths_are_named_before_anything_loads(tokenizer: PreTrainedToke
         pick_device("gpu")
 
 
+def test_a_gpu_that_is_too_old_is_named_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (7, 5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    with pytest.warns(UserWarning, match=r"Tesla T4 has compute capability 7\.5; .* need 8\.0"):
+        assert pick_device().type == "cpu"
+    with pytest.raises(ConfigError, match=r"'cuda', but Tesla T4 has compute capability 7\.5"):
+        pick_device("cuda")
+    with pytest.raises(ConfigError, match="1 CUDA device"):
+        pick_device("cuda:1")
+    capability = (8, 6)
+    assert (pick_device().type, pick_device("cuda:0").index) == ("cuda", 0)
+
+
 def test_a_config_becomes_a_backend(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     LocalBackend(tiny(tokenizer), tokenizer).export(tmp_path)
     flags = {"engine.local.device": "cpu", "engine.local.rows": 3, "update.lr": 2e-4, "update.dual_clip": 3.0}

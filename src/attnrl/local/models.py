@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,20 +24,37 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
 LEFTOVERS = {"training_args.bin", "optimizer.bin", "scheduler.bin", "sampler.bin"}  # of a trainer: no weights
+OLDEST = (8, 0)  # compute capability that flash attention, Triton and bfloat16 need
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def pick_device(device: str = "auto") -> torch.device:
-    """The device of that name; "auto" is the CUDA device where there is one, else the CPU."""
+    """The device of that name; "auto" is the CUDA device where there is one that will do, else the CPU."""
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        unfit = _no_gpu(None)
+        if unfit and torch.cuda.is_available():
+            warnings.warn(f"{unfit}: the CPU works instead", stacklevel=2)
+        return torch.device("cpu" if unfit else "cuda")
     try:
         picked = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f'device must be "auto", "cpu" or "cuda[:n]", not {device!r}') from error
-    if picked.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {device!r} but this machine has no CUDA device; use --device cpu")
+    if picked.type == "cuda" and (unfit := _no_gpu(picked.index)):
+        raise ConfigError(f"device is {device!r}, but {unfit}; use --device cpu")
     return picked
+
+
+def _no_gpu(index: int | None) -> str:
+    """Why that CUDA device cannot be used; empty where it can."""
+    if not torch.cuda.is_available():
+        return "this machine has no CUDA device"
+    if index is not None and index >= torch.cuda.device_count():
+        return f"this machine has {torch.cuda.device_count()} CUDA device(s), counted from 0"
+    found = torch.cuda.get_device_capability(index)
+    if torch.version.hip is None and found < OLDEST:
+        wanted, has = ("{}.{}".format(*version) for version in (OLDEST, found))
+        return f"{torch.cuda.get_device_name(index)} has compute capability {has}; the kernels need {wanted} (Ampere)"
+    return ""
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
