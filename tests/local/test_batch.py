@@ -14,6 +14,7 @@ from attnrl.attention.pages import PAGE
 from attnrl.errors import TrainingError
 from attnrl.local.batch import PagedBatch
 from attnrl.local.flights import Flight, Mark, fly
+from attnrl.local.rows import RowTable
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Rollout, Sampling, as_ids
 
@@ -224,6 +225,28 @@ def test_a_call_that_breaks_off_leaves_the_next_one_whole(monkeypatch: pytest.Mo
     assert_same(expected, sampler.generate(requests, Sampling(), version=0))
 
 
+def test_a_call_that_breaks_off_between_pages_and_table_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of an ended row are dropped, the row still stands in the table, and a trunk is held for its branches."""
+    model = build()
+    trunk = as_ids(np.arange(70) % VOCABULARY)
+    requests = [Request(as_ids([1, 2, 3]), 5, 0), *(Request(trunk, 40, i) for i in range(1, 6))]
+    sampler, batch = paged(model, rows=2, check_every=2, stop_ids=())
+
+    def fails(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(RowTable, "keep", fails)
+        with pytest.raises(KeyboardInterrupt):
+            sampler.generate(requests, Sampling(), version=0)
+    assert batch._carry is None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.2)
+    expected = Sampler(model, stop_ids=()).generate(requests, Sampling(), version=1)
+    assert_same(expected, sampler.generate(requests, Sampling(), version=1))
+
+
 def test_weights_changed_in_place_are_seen_and_nan_stops_it() -> None:
     model = build()
     sampler, _ = paged(model, stop_ids=())
@@ -248,4 +271,18 @@ def test_learned_positions_up_to_the_last() -> None:
     requests = [Request(as_ids(rng.integers(0, VOCABULARY, n)), 48 - n, n) for n in (40, 45, 47, 20, 2)]
     expected = Sampler(model, stop_ids=STOPS).generate(requests, Sampling(), version=0)
     sampler, _ = paged(model, check_every=16)
+    assert_same(expected, sampler.generate(requests, Sampling(), version=0))
+
+
+@pytest.mark.parametrize("look", [1, 16])
+def test_rows_that_run_on_leave_the_frequencies_of_the_others(look: int) -> None:
+    """A longrope model turns all rows of a step by other frequencies once one stands beyond its original length."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.25, rope_parameters=rope)).eval()
+    rng = np.random.default_rng(0)
+    requests = [Request(as_ids(rng.integers(0, VOCABULARY, n)), new, n) for n, new in ((50, 14), (5, 50))]
+    expected = Sampler(model, stop_ids=()).generate(requests, Sampling(), version=0)
+    sampler, _ = paged(model, check_every=look, stop_ids=())
     assert_same(expected, sampler.generate(requests, Sampling(), version=0))

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnrl.attention.decoder import lone_from
 from attnrl.attention.layout import lay_out
 from attnrl.attention.pages import (
     PAGE,
@@ -69,8 +70,8 @@ class PagedBatch:
         self.waiting: list[int] = []
         self.table = RowTable([], 0, setup.stops_V)
         self.stats = SamplerStats()
-        most = getattr(self.model.config, "max_position_embeddings", None)
-        self._last_position = 1 << 40 if most is None else most - 1  # a finished row runs on until the next look
+        limits = getattr(self.model.config, "max_position_embeddings", None), lone_from(self.model)
+        self._last_position = min((n for n in limits if n is not None), default=1 << 40) - 1  # of rows that run on
         self._requests: Sequence[Request] = ()
         self._carry: _Carry | None = None
         self._flights: list[Flight] = []
@@ -83,6 +84,8 @@ class PagedBatch:
 
     def open(self, requests: Sequence[Request], stats: SamplerStats) -> None:
         """Starts a call: all requests wait."""
+        if self._requests:  # the call before was broken off while it ended
+            self._abandon()
         self.stats, self._requests = stats, requests
         self._graphs.weights_may_have_moved()
         wanted = min(len(requests), self.setup.rows)
@@ -99,18 +102,19 @@ class PagedBatch:
 
     def close(self) -> None:
         """Ends a call, whole or broken off."""
-        self._flights.clear()
         if self.pool is not None:
-            for row in range(self.table.count):
-                self.pool.drop(self._row_pages(row))
-            self._forget_carry()
             self.stats.cache_peak_bytes = self.pool.peak * self.pool.page_bytes
-            if self.pool.used:  # the call was broken off while pages were on their way to a row
-                self.release()
-        self._requests = ()
-        self._held_R[:] = 0
+            if self.busy() or self._carry is not None or self.pool.used:
+                self._abandon()
         self.stats.cuda_graph = self._graphs.enabled
         self.stats.cuda_graphs_captured = self._graphs.take_captured()
+        self._requests = ()
+
+    def _abandon(self) -> None:
+        """Forgets a call that was broken off, wherever it was: rows may hold other pages than the table says."""
+        self._flights.clear()
+        self.waiting, self._carry, self.table.count = [], None, 0
+        self.release()
 
     def rest(self) -> None:
         """The learner works next: pages that take more than an eighth of the device's memory are given back."""

@@ -91,19 +91,21 @@ class Graphs:
         self._side.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         pool = [held.pool() for held in self._graphs.values()][:1]
-        with torch.cuda.stream(self._side):
-            for _ in range(_WARM_UP):
-                _restore(state, before)
-                body(key)
-            graph.capture_begin(*pool)
-            whole = False
-            try:
-                body(key)
-                whole = True
-            finally:
-                with nullcontext() if whole else suppress(RuntimeError):  # a second error would hide the first
-                    graph.capture_end()
-        current.wait_stream(self._side)
+        try:
+            with torch.cuda.stream(self._side):
+                for _ in range(_WARM_UP):
+                    _restore(state, before)
+                    body(key)
+                graph.capture_begin(*pool)
+                whole = False
+                try:
+                    body(key)
+                    whole = True
+                finally:
+                    with nullcontext() if whole else suppress(RuntimeError):  # a second error would hide the first
+                        graph.capture_end()
+        finally:
+            current.wait_stream(self._side)
         return graph
 
 
