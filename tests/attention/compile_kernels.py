@@ -1,4 +1,7 @@
-"""Compiles the kernels of sampler and learner for compute capability 9.0, without a GPU; prints a JSON object."""
+"""Compiles kernels of sampler and learner for compute capability 9.0, those over pages also for 8.6 at large heads.
+
+No GPU is needed. Prints a JSON object for each of the two.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,9 @@ KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
 ]
 
 
-def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int) -> Any:
+def build(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int, capability: int = 90
+) -> Any:
     """The compiled kernel; pointers and pitches are multiples of 16, as they are in use."""
     names = kernel.arg_names
     known = {name: value for name, value in (STARTED | constants).items() if name in names}
@@ -94,7 +99,23 @@ def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: 
         if signature[name].startswith("*") or name.endswith("pitch")
     }
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in known.items()}, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
+
+
+def on_small_gpus(dtype: str, tile: tuple[int, int, int], stages: int) -> dict[str, list[int]]:
+    """Shared memory of the kernels over pages at head size 256, for the first and the last tile that is tried."""
+    types = {name: dtype if kind == BF16 else kind for name, kind in POOL.items()}
+    heads = HEADS | dict.fromkeys(("D", "E", "BD", "BE"), 256) | {"H": 8, "K": 4, "G": 2, "EARLY": False}
+    heads["PRECISION"] = "ieee" if dtype == FLOAT else "tf32"
+
+    def size(kernel: Any, constants: dict[str, Any], stages: int) -> int:
+        return int(build(kernel, types, heads | constants, 4, stages, 86).metadata.shared)
+
+    shared = [size(paged_triton._decode, {"BM": 32, "DIRECT": False}, n) for n in (stages, 1)]
+    tiles = paged_triton.down_from(tile)
+    paths = [size(paged_triton._paths, {"BM": 64, "BN": keys}, n) for keys, _, n in (tiles[0], tiles[-1])]
+    return {"shared": shared, "paths": paths}
 
 
 if __name__ == "__main__":
@@ -110,4 +131,6 @@ if __name__ == "__main__":
             "early": "EARLY" in kernel.arg_names,
             "waits_first": "griddepcontrol.wait" in ptx and not ACCESS.search(ptx.partition("griddepcontrol.wait")[0]),
         }
+    small = {"half": on_small_gpus(BF16, (64, 4, 3), 3), "float32": on_small_gpus(FLOAT, (32, 4, 2), 2)}
     print(json.dumps(report))
+    print(json.dumps(small))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnrl.attention.pages import ENDLESS, PAGE, LayerShape, PagePool, common_pages, cut, groups_of, pages_for
+
+SMALL_GPU = 99 * 1024  # shared memory that one program may have on the GPUs that have the least
 
 
 def check_grid(rows: list[dict[str, object]]) -> None:
@@ -45,7 +49,7 @@ def test_kernels_and_sampler_compiled() -> None:
 
 def test_kernels_compile_for_hopper_without_a_gpu() -> None:
     pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
-    [built] = run("compile_kernels.py")
+    built, small = run("compile_kernels.py")
     assert built["decode"]["mma"] > 0  # type: ignore[index]
     assert built["paths"]["wgmma"] > 0  # type: ignore[index]
     for name, kernel in built.items():
@@ -54,6 +58,30 @@ def test_kernels_compile_for_hopper_without_a_gpu() -> None:
     known = {"decode", "join", "add_norm", "gated", "summed_apart", "rotate_store", "gate", "find", "nucleus"}
     assert known <= early
     assert all(built[name]["waits_first"] for name in early)  # type: ignore[index]
+    sizes = [tried for kernels in small.values() for tried in kernels.values()]  # type: ignore[attr-defined]
+    assert any(first > SMALL_GPU for first, _ in sizes), "else no smaller tile is needed"
+    assert all(last <= SMALL_GPU for _, last in sizes), small
+
+
+def test_the_first_tile_that_fits_is_launched_and_remembered() -> None:
+    errors = pytest.importorskip("triton.runtime.errors", reason="triton is published for Linux on x86-64 only")
+    from attnrl.attention.fitting import launch
+
+    asked = []
+
+    def run_with(room: int) -> Callable[[int], None]:
+        def run(size: int) -> None:
+            asked.append(size)
+            if size > room:
+                raise errors.OutOfResources(size, room, "shared memory")
+
+        return run
+
+    for _ in range(2):
+        launch("small", [4, 3, 2, 1], run_with(2))
+    assert asked == [4, 3, 2, 2]
+    with pytest.raises(errors.OutOfResources, match="shared memory"):
+        launch("none", [2, 1], run_with(0))
 
 
 def test_hopper_kernel_on_a_cpu() -> None:

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnrl.attention.early import early, follow
+from attnrl.attention.fitting import launch
 from attnrl.attention.pages import PAGE, SHARED_QUERIES
 
 LOG2E = 1.4426950408889634
@@ -250,6 +251,12 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
+def down_from(tile: Tile) -> list[Tile]:
+    """The tile and those with fewer keys a turn, then with one stage."""
+    keys, warps, stages = tile
+    return [tile, *((n, warps, stages) for n in (32, 16) if n < keys), (16, warps, 1)]
+
+
 def decode(
     q_RHD: Tensor,
     keys: Tensor,
@@ -279,15 +286,18 @@ def decode(
     wide, wide_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
     queries = max(16, triton.next_power_of_2(groups))
     tall = max(queries, SHARED_QUERIES)
-    launch = early(q_RHD.device) if rows <= EARLY_ROWS and shared_I5 is None else {}
+    starts = early(q_RHD.device) if rows <= EARLY_ROWS and shared_I5 is None else {}
 
     def read(items: Tensor, high: int) -> None:
-        _decode[(items.shape[0], kv_heads)](
-            q_RHD, keys, values, table_RM, lengths_R, items, out_RW, part, lse, scale * LOG2E, q_RHD.stride(0),
-            out_RW.stride(0), table_RM.stride(0), window or 0, splits, heads, kv_heads, groups, dim, value_dim, wide,
-            wide_value, high, PAGE, direct, window is not None, _precision(q_RHD.dtype),
-            num_warps=max(tile[0], min(8, high * wide_value // WARP_OUTPUTS)), num_stages=tile[1], **launch,
-        )  # fmt: skip
+        def with_stages(stages: int) -> None:
+            _decode[(items.shape[0], kv_heads)](
+                q_RHD, keys, values, table_RM, lengths_R, items, out_RW, part, lse, scale * LOG2E, q_RHD.stride(0),
+                out_RW.stride(0), table_RM.stride(0), window or 0, splits, heads, kv_heads, groups, dim, value_dim,
+                wide, wide_value, high, PAGE, direct, window is not None, _precision(q_RHD.dtype),
+                num_warps=max(tile[0], min(8, high * wide_value // WARP_OUTPUTS)), num_stages=stages, **starts,
+            )  # fmt: skip
+
+        launch((q_RHD.device, q_RHD.dtype, wide, wide_value, high), range(tile[1], 0, -1), with_stages)
 
     if shared_I5 is None:
         read(single_I5, queries)
@@ -299,7 +309,7 @@ def decode(
     if splits_R is not None:
         _join[(rows, heads)](
             part, lse, splits_R, out_RW, out_RW.stride(0), splits, heads, value_dim, wide_value, 8, num_warps=1,
-            **launch,
+            **starts,
         )  # fmt: skip
     return out_RW
 
@@ -324,9 +334,13 @@ def paths(
     kv_heads, value_dim = keys.shape[1], values.shape[3]
     out_TW = q_THD.new_empty(tokens, heads * value_dim)
     wide, wide_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
-    _paths[(heads, blocks_B4.shape[0])](
-        q_THD, keys, values, table_JM, blocks_B4, out_TW, scale * LOG2E, q_THD.stride(0), out_TW.stride(0),
-        table_JM.stride(0), window or 0, kv_heads, heads // kv_heads, dim, value_dim, wide, wide_value, block,
-        tile[0], PAGE, window is not None, _precision(q_THD.dtype), num_warps=tile[1], num_stages=tile[2],
-    )  # fmt: skip
+
+    def with_tile(tile: Tile) -> None:
+        _paths[(heads, blocks_B4.shape[0])](
+            q_THD, keys, values, table_JM, blocks_B4, out_TW, scale * LOG2E, q_THD.stride(0), out_TW.stride(0),
+            table_JM.stride(0), window or 0, kv_heads, heads // kv_heads, dim, value_dim, wide, wide_value, block,
+            tile[0], PAGE, window is not None, _precision(q_THD.dtype), num_warps=tile[1], num_stages=tile[2],
+        )  # fmt: skip
+
+    launch((q_THD.device, q_THD.dtype, wide, wide_value, block), down_from(tile), with_tile)
     return out_TW
