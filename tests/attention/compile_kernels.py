@@ -20,6 +20,7 @@ ACCESS = re.compile(r"\b(ld|st|red|atom)\.global|cp\.async\.c[ag]")  # of global
 BF16, INT32, INT64, FLOAT = "*bf16", "*i32", "*i64", "*fp32"
 POOL = {"Q": BF16, "KEYS": BF16, "VALUES": BF16, "TABLE": INT32, "LENGTHS": INT64, "ITEMS": INT32, "OUT": BF16}
 POOL |= {"PART": FLOAT, "LSE": FLOAT, "BLOCKS": INT32, "SPLITS": INT32, "scale2": "fp32"}
+ODD = POOL | {"inner2": "fp32", "SINKS": BF16}  # a soft-cap and sinks
 HEADS = {"H": 12, "K": 2, "G": 6, "D": 128, "E": 128, "BD": 128, "BE": 128, "PAGE": 32, "WINDOW": False}
 HEADS |= {"PRECISION": "tf32"}
 LAYER = dict.fromkeys(
@@ -68,6 +69,10 @@ KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
     ("direct", paged_triton._decode, POOL, HEADS | {"BM": 16, "DIRECT": True}, 1, 3),
     ("join", paged_triton._join, POOL, HEADS | {"BS": 8}, 1, 3),
     ("paths", paged_triton._paths, POOL, HEADS | {"BM": 64, "BN": 64}, 4, 3),
+    ("capped decode", paged_triton._decode, ODD, HEADS | {"BM": 16, "DIRECT": True, "SINKS": None}, 1, 3),
+    ("sunk decode", paged_triton._decode, ODD, HEADS | {"BM": 16, "DIRECT": True, "inner2": None}, 1, 3),
+    ("sunk join", paged_triton._join, ODD, HEADS | {"BS": 8}, 1, 3),
+    ("sunk paths", paged_triton._paths, ODD, HEADS | {"BM": 64, "BN": 64}, 4, 3),
     ("add_norm", fused_triton._add_norm, LAYER, {"BW": 2048, "PARTS": 1}, 4, 3),
     ("add_norm 4", fused_triton._add_norm, LAYER | {"Y": FLOAT}, {"BW": 2048, "PARTS": 4}, 4, 3),
     ("gated", products_triton._product, LAYER, PRODUCT | {"S": 1, "GATED": True, "BK": 64}, 4, 4),
@@ -91,7 +96,8 @@ def build(
 ) -> Any:
     """The compiled kernel; pointers and pitches are multiples of 16, as they are in use."""
     names = kernel.arg_names
-    known = {name: value for name, value in (STARTED | constants).items() if name in names}
+    none = {name: None for name in ("inner2", "SINKS") if name not in types}  # no soft-cap, no sinks
+    known = {name: value for name, value in (STARTED | none | constants).items() if name in names}
     signature = {name: "constexpr" if name in known else types.get(name, "i32") for name in names}
     aligned = {
         (i,): [["tt.divisibility", 16]]

@@ -16,25 +16,35 @@ from attnrl.attention.trie import continue_trie, make_trie, sorted_rows
 from attnrl.types import as_ids
 
 CPU = torch.device("cpu")
+SCORING = {  # of four heads
+    "plain": {},
+    "capped": {"softcap": 0.8},
+    "sinks": {"sinks_H": torch.tensor([-2.0, 0.0, 1.0, 3.0])},
+    "both": {"softcap": 0.8, "sinks_H": torch.tensor([-2.0, 0.0, 1.0, 3.0])},
+}
 CONTEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=12)
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Layer) -> torch.Tensor:
     """Plain causal attention of q [T, H, D] over k, v [T, K, D] in float64: [T, H, D]."""
+    window, softcap, sinks_H = layer.window, layer.softcap, layer.sinks_H
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1).double(), v.repeat_interleave(groups, 1).double()
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scaling
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * layer.scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
     allowed = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~allowed, -torch.inf).exp()
+    weights = weights / (weights.sum(-1, keepdim=True) + (0 if sinks_H is None else sinks_H.exp()[:, None, None]))
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
 @settings(max_examples=25, deadline=None)
-@given(CONTEXTS, st.sampled_from([None, 1, 3]), st.integers(0, 1000))
+@given(CONTEXTS, st.sampled_from([None, 1, 3]), st.sampled_from(list(SCORING)), st.integers(0, 1000))
 def test_trie_attention_equals_dense_attention_of_each_context(
-    lists: list[list[int]], window: int | None, seed: int
+    lists: list[list[int]], window: int | None, kind: str, seed: int
 ) -> None:
+    layer = Layer(0, 0.3, window, **SCORING[kind])
     contexts = [as_ids(lists[i]) for i in sorted_rows([as_ids(c) for c in lists])]
     carried = contexts[0]
     trie = continue_trie(contexts, carried, 1000)
@@ -47,10 +57,10 @@ def test_trie_attention_equals_dense_attention_of_each_context(
     n = len(carried)
     attention = PrefillAttention(trie, ([k[:n]], [v[:n]]), CPU)
     packed = (x[n:].transpose(0, 1)[None] for x in (q, k, v))
-    out = attention.attend(Layer(0, 0.3, window), *packed)[0]
+    out = attention.attend(layer, *packed)[0]
     assert torch.equal(attention.keys[0], k)
     for path in trie.paths:
-        expected = dense(q[path], k[path], v[path], 0.3, window)
+        expected = dense(q[path], k[path], v[path], layer)
         own = path >= n
         np.testing.assert_allclose(out[path[own] - n].numpy(), expected[torch.from_numpy(own)].numpy(), atol=1e-5)
 
@@ -61,13 +71,14 @@ def test_a_context_longer_than_a_query_block_is_attended_in_blocks() -> None:
     attention = PrefillAttention(make_trie([np.arange(1100)]), None, CPU)
     assert max(batch.query_NQ.shape[1] for batch in attention.batches) == QUERY_BLOCK
     out = attention.attend(Layer(0, 0.3), q, k, v)[0]
-    expected = dense(*(x[0].transpose(0, 1) for x in (q, k, v)), 0.3, None)
+    expected = dense(*(x[0].transpose(0, 1) for x in (q, k, v)), Layer(0, 0.3))
     np.testing.assert_allclose(out.numpy(), expected.numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decode_attention_equals_dense_attention_row_by_row(window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", list(SCORING))
+def test_decode_attention_equals_dense_attention_row_by_row(window: int | None, dtype: torch.dtype, kind: str) -> None:
     """Rows of lengths 0, 3 and 9 in one step; what stands past a row's length does not count."""
     rng = torch.Generator().manual_seed(1)
     cache = KVCache([LayerShape(2, 8, 6)], rows=4, capacity=16, dtype=dtype, device=CPU)
@@ -77,16 +88,17 @@ def test_decode_attention_equals_dense_attention_row_by_row(window: int | None, 
     for row, length in enumerate(lengths.tolist()):
         cache.keys[0][row, :, :length] = keys[row, :, :length]
         cache.values[0][row, :, :length] = values[row, :, :length]
-    q = torch.randn(3, 6, 1, 8, generator=rng).to(dtype)
+    layer = Layer(0, 0.3, window, **SCORING[kind])
+    q = torch.randn(3, 4, 1, 8, generator=rng).to(dtype)
     k = torch.stack([keys[r, :, n] for r, n in enumerate(lengths)])[:, :, None].to(dtype)
     v = torch.stack([values[r, :, n] for r, n in enumerate(lengths)])[:, :, None].to(dtype)
     blocks = ((0, 2, 4), (2, 3, 12)) if window else ((0, 3, 12),)
-    out = DecodeAttention(cache, lengths, blocks).attend(Layer(0, 0.3, window), q, k, v)
+    out = DecodeAttention(cache, lengths, blocks).attend(layer, q, k, v)
     for row, length in enumerate(lengths.tolist()):
-        queries = torch.zeros(length + 1, 6, 8, dtype=dtype)
+        queries = torch.zeros(length + 1, 4, 8, dtype=dtype)
         queries[-1] = q[row, :, 0]
         seen = [x[row, :, : length + 1].to(dtype).transpose(0, 1) for x in (keys, values)]
-        expected = dense(queries, *seen, 0.3, window)[-1]
+        expected = dense(queries, *seen, layer)[-1]
         tolerance = 1e-5 if dtype == torch.float32 else 3e-2
         np.testing.assert_allclose(out[row, 0].float().numpy(), expected.numpy(), atol=tolerance)
         assert torch.equal(cache.keys[0][row, :, length], k[row, :, 0])

@@ -136,6 +136,14 @@ def test_weights_that_cannot_be_widened_keep_the_fixed_share(monkeypatch) -> Non
     assert not widens(packed)  # type: ignore[arg-type]
 
 
+def test_a_layer_with_weights_of_its_own_is_none_of_ours() -> None:
+    """Attention sinks, for one: the fused forward would leave them out."""
+    model = trained_like(layers=1)
+    assert decoder_layers(model.model) is not None
+    model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.full((6,), -100.0))
+    assert decoder_layers(model.model) is None
+
+
 def test_numbers_that_are_none_are_refused() -> None:
     good = torch.randn(4, 9)
     bad = good.clone()

@@ -24,7 +24,7 @@ from attnrl.errors import ConfigError
 NAME = "attnrl"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     """One attention layer, and how it scores."""
 
@@ -32,6 +32,12 @@ class Layer:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks_H: Tensor | None = None  # logits that join the softmax's sum, one a query head
+
+    @property
+    def plain(self) -> bool:
+        """Scores are products, and their softmax sums to 1."""
+        return self.softcap is None and self.sinks_H is None
 
 
 class AttentionPlan(Protocol):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnrl.attention.interface import Layer
 from attnrl.attention.pages import PAGE, PagePool
+from attnrl.attention.scores import additive, dense
 from attnrl.attention.trie import QUERY_BLOCK
 
 try:
@@ -64,17 +65,17 @@ class PagedDecode:
     def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The attention output [R, 1, H, E] for q [R, H, 1, D] and k, v [R, K, 1, D], as transformers asks for it."""
         self.pool.store(layer.index, self.slots_T, k[:, :, 0], v[:, :, 0])
-        out_RW = self.read(layer.index, q[:, :, 0].contiguous(), layer.scale, layer.window)
+        out_RW = self.read(layer, q[:, :, 0].contiguous())
         return out_RW.view(q.shape[0], 1, q.shape[1], -1)
 
     def stored(self, layer: int) -> None:
         """Called once the layer's keys and values are in their slots."""
 
-    def read(self, layer: int, q_RHD: Tensor, scaling: float, window: int | None) -> Tensor:
+    def read(self, layer: Layer, q_RHD: Tensor) -> Tensor:
         """The attention output [R, H * E] over what is stored."""
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
         if not has_kernels(q_RHD.device):
-            return _gathered(q_RHD, keys, values, self.table_RM, self.lengths_R, scaling, window)
+            return _gathered(q_RHD, keys, values, self.table_RM, self.lengths_R, layer)
         out: Tensor = kernels.decode(
             q_RHD,
             keys,
@@ -85,8 +86,10 @@ class PagedDecode:
             self.shared_I5,
             self.splits_R,
             self.scratch,
-            scale=scaling,
-            window=window,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+            sinks_H=layer.sinks_H,
             tile=(1, 3) if q_RHD.dtype != torch.float32 else (4, 2),
         )
         return out
@@ -114,7 +117,7 @@ class PagedPrefill:
         """The attention output [1, T, H, E] for q [1, H, T, D] and k, v [1, K, T, D], as transformers asks for it."""
         self.pool.store(layer.index, self.slots_T, k[0].transpose(0, 1), v[0].transpose(0, 1))
         self.stored(layer.index)
-        out_TW = self.read(layer.index, q[0].transpose(0, 1).contiguous(), layer.scale, layer.window)
+        out_TW = self.read(layer, q[0].transpose(0, 1).contiguous())
         return out_TW.view(1, q.shape[2], q.shape[1], -1)
 
     def stored(self, layer: int) -> None:
@@ -122,20 +125,20 @@ class PagedPrefill:
         if self.copies is not None:
             self.pool.copy(layer, *self.copies)
 
-    def read(self, layer: int, q_THD: Tensor, scaling: float, window: int | None) -> Tensor:
+    def read(self, layer: Layer, q_THD: Tensor) -> Tensor:
         """The attention output [T, H * E] over what is stored."""
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        keys, values = self.pool.keys[layer.index], self.pool.values[layer.index]
         if not has_kernels(q_THD.device):
             out_THE = q_THD.new_empty(*q_THD.shape[:2], values.shape[3])
             for first, count, position, path in self.blocks_B4.tolist():
                 at = torch.arange(position, position + count, device=q_THD.device)
                 queries, table = q_THD[first : first + count], self.table_JM[path].expand(count, -1)
-                out = _gathered(queries, keys, values, table, at, scaling, window)
+                out = _gathered(queries, keys, values, table, at, layer)
                 out_THE[first : first + count] = out.view(count, q_THD.shape[1], -1)
             return out_THE.flatten(1)
         out_TW: Tensor
-        if hopper is not None and hopper.fits(q_THD, keys, values, window):
-            out_TW = hopper.paths(q_THD, keys, values, self.table_JM, self.blocks_B4, scale=scaling)
+        if hopper is not None and layer.plain and hopper.fits(q_THD, keys, values, layer.window):
+            out_TW = hopper.paths(q_THD, keys, values, self.table_JM, self.blocks_B4, scale=layer.scale)
             return out_TW
         out_TW = kernels.paths(
             q_THD,
@@ -144,29 +147,28 @@ class PagedPrefill:
             self.table_JM,
             self.blocks_B4,
             QUERY_BLOCK,
-            scale=scaling,
-            window=window,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+            sinks_H=layer.sinks_H,
             tile=(64, 4, 3) if q_THD.dtype != torch.float32 else (32, 4, 2),
         )
         return out_TW
 
 
-def _gathered(
-    q_RHD: Tensor, keys: Tensor, values: Tensor, table_RM: Tensor, newest_R: Tensor, scaling: float, window: int | None
-) -> Tensor:
+def _gathered(q_RHD: Tensor, keys: Tensor, values: Tensor, table_RM: Tensor, newest_R: Tensor, layer: Layer) -> Tensor:
     """Attention of one query a row over its pages, gathered: [R, H * E]."""
     rows, heads, dim = q_RHD.shape
     span = int(newest_R.max()) // PAGE + 1
     table = table_RM[:, :span].long()
-    k_RKLD = keys[table].transpose(1, 2).flatten(2, 3).float()
-    v_RKLE = values[table].transpose(1, 2).flatten(2, 3).float()
+    k_RKLD = keys[table].transpose(1, 2).flatten(2, 3)
+    v_RKLE = values[table].transpose(1, 2).flatten(2, 3)
     positions_L = torch.arange(k_RKLD.shape[2], device=q_RHD.device)
     seen_RL = positions_L <= newest_R[:, None]
-    if window is not None:
-        seen_RL &= positions_L > newest_R[:, None] - window
-    q_RKGD = q_RHD.reshape(rows, keys.shape[1], -1, dim).float()
-    hidden = ~seen_RL[:, None, None]
-    scores = (q_RKGD @ k_RKLD.transpose(2, 3) * scaling).masked_fill(hidden, -torch.inf)
-    # What was never written may be NaN, and NaN times 0 is NaN.
-    out = torch.softmax(scores, -1) @ v_RKLE.masked_fill(~seen_RL[:, None, :, None], 0.0)
-    return out.to(q_RHD.dtype).reshape(rows, heads * values.shape[3])
+    if layer.window is not None:
+        seen_RL &= positions_L > newest_R[:, None] - layer.window
+    q_RKGD = q_RHD.reshape(rows, keys.shape[1], -1, dim)
+    # What was never written may be NaN, and NaN is neither hidden by -inf nor by 0.
+    k_RKLD, v_RKLE = (x.masked_fill(~seen_RL[:, None, :, None], 0.0) for x in (k_RKLD, v_RKLE))
+    mask_R11L = additive(seen_RL, torch.float32)[:, None, None]
+    return dense(q_RKGD, k_RKLD, v_RKLE, mask_R11L, layer).reshape(rows, heads * values.shape[3])

@@ -47,13 +47,22 @@ def _tile(POOL, slot_n, real_n, D: tl.constexpr, BD: tl.constexpr, MASK: tl.cons
 
 
 @triton.jit
+def _with_sink(total, top2, sinks):
+    """The softmax's sum with the sinks' logits in it; `top2`: the highest score, times log2(e)."""
+    base = tl.where(top2 == -float("inf"), 0.0, top2)
+    return total + tl.exp2(sinks.to(tl.float32) * 1.4426950408889634 - base)
+
+
+@triton.jit
 def _turn(
-    q, KEYS, VALUES, slot_n, real_n, seen_mn, top, total, acc, scale2,
+    q, KEYS, VALUES, slot_n, real_n, seen_mn, top, total, acc, scale2, inner2,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values, added to the softmax so far; without MASK every query sees all of it."""
     k = _tile(KEYS, slot_n, real_n, D, BD, MASK)
     x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if inner2 is not None:
+        x = 1.0 - 2.0 / (tl.exp2(x * inner2) + 1.0)  # the tanh of the score over the soft-cap
     if MASK:
         x = tl.where(seen_mn, x, -float("inf"))
     new_top = tl.maximum(top, tl.max(x, 1))
@@ -91,7 +100,7 @@ def _decode(
     Q, KEYS, VALUES, TABLE, LENGTHS, ITEMS, OUT, PART, LSE, scale2, q_pitch, out_pitch, table_pitch, window, splits,
     H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr = False,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr = False, inner2=None, SINKS=None,
 ):  # fmt: skip
     follow(EARLY)
     item = ITEMS + tl.program_id(0) * 5
@@ -123,7 +132,7 @@ def _decode(
         # The next page's number is brought a turn early: its keys can be asked for without waiting for it.
         page = tl.load(table + at // PAGE + 1, mask=at + PAGE < clear, other=0)
         top, total, acc = _turn(
-            q, KEYS, VALUES, slot, None, None, top, total, acc, scale2, D, E, BD, BE, False, PRECISION
+            q, KEYS, VALUES, slot, None, None, top, total, acc, scale2, inner2, D, E, BD, BE, False, PRECISION
         )
     for at in tl.range(clear, end, PAGE, num_stages=None if WINDOW else 1):
         n = at + place_n
@@ -133,8 +142,10 @@ def _decode(
         if WINDOW:
             seen = seen & (n > newest_m[:, None] - window)
         top, total, acc = _turn(
-            q, KEYS, VALUES, slot, here, seen, top, total, acc, scale2, D, E, BD, BE, True, PRECISION
+            q, KEYS, VALUES, slot, here, seen, top, total, acc, scale2, inner2, D, E, BD, BE, True, PRECISION
         )
+    if SINKS is not None and DIRECT:
+        total = _with_sink(total, top * scale2, tl.load(SINKS + head_m))
     out = acc * tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
     inside = real_m[:, None] & (e < E)
     if DIRECT:
@@ -150,6 +161,7 @@ def _decode(
 def _join(
     PART, LSE, SPLITS, OUT, out_pitch, splits,
     H: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, EARLY: tl.constexpr = False,
+    SINKS=None,
 ):  # fmt: skip
     follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -171,6 +183,8 @@ def _join(
         total = total * keep + tl.sum(weight, 0)
         acc = acc * keep + tl.sum(x * weight[:, None], 0)
         top = new_top
+    if SINKS is not None:
+        total = _with_sink(total, top, tl.load(SINKS + head))
     out = acc / tl.maximum(total, 1e-30)
     tl.store(OUT + row * out_pitch + head * E + e, out.to(OUT.dtype.element_ty), mask=e < E)
 
@@ -180,6 +194,7 @@ def _paths(
     Q, KEYS, VALUES, TABLE, BLOCKS, OUT, scale2, q_pitch, out_pitch, table_pitch, window,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    inner2=None, SINKS=None,
 ):  # fmt: skip
     block = BLOCKS + tl.program_id(1) * 4
     head = tl.program_id(0)
@@ -207,7 +222,7 @@ def _paths(
         n = at + tl.arange(0, BN)
         slot = (tl.load(table + n // PAGE).to(tl.int64) * K + kv) * PAGE + n % PAGE
         top, total, acc = _turn(
-            q, KEYS, VALUES, slot, None, None, top, total, acc, scale2, D, E, BD, BE, False, PRECISION
+            q, KEYS, VALUES, slot, None, None, top, total, acc, scale2, inner2, D, E, BD, BE, False, PRECISION
         )
     for at in range(clear, end, BN):
         n = at + tl.arange(0, BN)
@@ -217,8 +232,10 @@ def _paths(
         if WINDOW:
             seen = seen & (n > (position + m)[:, None] - window)
         top, total, acc = _turn(
-            q, KEYS, VALUES, slot, here, seen, top, total, acc, scale2, D, E, BD, BE, True, PRECISION
+            q, KEYS, VALUES, slot, here, seen, top, total, acc, scale2, inner2, D, E, BD, BE, True, PRECISION
         )
+    if SINKS is not None:
+        total = _with_sink(total, top * scale2, tl.load(SINKS + head))
     out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     place = (first + m)[:, None] * out_pitch + head * E + e
     tl.store(OUT + place, out.to(OUT.dtype.element_ty), mask=real_m[:, None] & (e < E))
@@ -247,6 +264,13 @@ def _together(device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_stream(side)
 
 
+def _scales(scale: float, softcap: float | None) -> tuple[float, float | None]:
+    """What turns products into scores times log2(e), and of a soft-cap what comes before its tanh."""
+    if softcap is None:
+        return scale * LOG2E, None
+    return softcap * LOG2E, 2 * LOG2E * scale / softcap
+
+
 def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
@@ -270,6 +294,8 @@ def decode(
     *,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
     tile: tuple[int, int] = (1, 3),
 ) -> Tensor:
     """Attention of one query a row over its pages: [R, H * E]. Without `splits_R` every row is one item.
@@ -286,14 +312,16 @@ def decode(
     wide, wide_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
     queries = max(16, triton.next_power_of_2(groups))
     tall = max(queries, SHARED_QUERIES)
+    scale2, inner2 = _scales(scale, softcap)
     starts = early(q_RHD.device) if rows <= EARLY_ROWS and shared_I5 is None else {}
 
     def read(items: Tensor, high: int) -> None:
         def with_stages(stages: int) -> None:
             _decode[(items.shape[0], kv_heads)](
-                q_RHD, keys, values, table_RM, lengths_R, items, out_RW, part, lse, scale * LOG2E, q_RHD.stride(0),
+                q_RHD, keys, values, table_RM, lengths_R, items, out_RW, part, lse, scale2, q_RHD.stride(0),
                 out_RW.stride(0), table_RM.stride(0), window or 0, splits, heads, kv_heads, groups, dim, value_dim,
                 wide, wide_value, high, PAGE, direct, window is not None, _precision(q_RHD.dtype),
+                inner2=inner2, SINKS=sinks_H,
                 num_warps=max(tile[0], min(8, high * wide_value // WARP_OUTPUTS)), num_stages=stages, **starts,
             )  # fmt: skip
 
@@ -308,8 +336,8 @@ def decode(
         _together(q_RHD.device)
     if splits_R is not None:
         _join[(rows, heads)](
-            part, lse, splits_R, out_RW, out_RW.stride(0), splits, heads, value_dim, wide_value, 8, num_warps=1,
-            **starts,
+            part, lse, splits_R, out_RW, out_RW.stride(0), splits, heads, value_dim, wide_value, 8, SINKS=sinks_H,
+            num_warps=1, **starts,
         )  # fmt: skip
     return out_RW
 
@@ -324,6 +352,8 @@ def paths(
     *,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
     tile: Tile = (64, 4, 3),
 ) -> Tensor:
     """Causal attention of packed queries along their paths of pages: [T, H * E].
@@ -334,12 +364,14 @@ def paths(
     kv_heads, value_dim = keys.shape[1], values.shape[3]
     out_TW = q_THD.new_empty(tokens, heads * value_dim)
     wide, wide_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
+    scale2, inner2 = _scales(scale, softcap)
 
     def with_tile(tile: Tile) -> None:
         _paths[(heads, blocks_B4.shape[0])](
-            q_THD, keys, values, table_JM, blocks_B4, out_TW, scale * LOG2E, q_THD.stride(0), out_TW.stride(0),
+            q_THD, keys, values, table_JM, blocks_B4, out_TW, scale2, q_THD.stride(0), out_TW.stride(0),
             table_JM.stride(0), window or 0, kv_heads, heads // kv_heads, dim, value_dim, wide, wide_value, block,
-            tile[0], PAGE, window is not None, _precision(q_THD.dtype), num_warps=tile[1], num_stages=tile[2],
+            tile[0], PAGE, window is not None, _precision(q_THD.dtype), inner2, sinks_H, num_warps=tile[1],
+            num_stages=tile[2],
         )  # fmt: skip
 
     launch((q_THD.device, q_THD.dtype, wide, wide_value, block), down_from(tile), with_tile)

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnrl.attention.interface import Layer
 from attnrl.attention.pages import Ints
-from attnrl.attention.slots import additive
+from attnrl.attention.scores import additive, fused
 from attnrl.attention.trie import Trie
 
 QUERY_BLOCK = 512  # longest run of queries in one attention job: bounds the mask of a long context
@@ -88,8 +87,7 @@ def _attend_jobs(batch: _JobBatch, queries_THD: Tensor, keys_PKD: Tensor, values
     k_NHSD = keys_PKD[batch.key_NS].transpose(1, 2).repeat_interleave(groups, dim=1)
     v_NHSD = values_PKD[batch.key_NS].transpose(1, 2).repeat_interleave(groups, dim=1)
     mask_N1QS = additive(allowed_NQS, queries_THD.dtype)[:, None]
-    out_NHQD = F.scaled_dot_product_attention(q_NHQD, k_NHSD, v_NHSD, attn_mask=mask_N1QS, scale=layer.scale)
-    return out_NHQD.transpose(1, 2)
+    return fused(q_NHQD, k_NHSD, v_NHSD, mask_N1QS, layer).transpose(1, 2)
 
 
 def _jobs(trie: Trie) -> list[Job]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnrl.attention.interface import Layer
 from attnrl.attention.pages import Ints, LayerShape
+from attnrl.attention.scores import additive, dense, fused
 
 ROW_BLOCK = 16  # rows that attend over one span on CPU
 
@@ -63,11 +63,6 @@ class KVCache:
             cached[row, :, position] = fresh[token]
 
 
-def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where allowed and -inf elsewhere, in the dtype attention computes with."""
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -torch.inf)
-
-
 class DecodeAttention:
     """One token a row: writes its key and value at the row's length, attends to all positions up to there.
 
@@ -113,8 +108,11 @@ class DecodeAttention:
         values.view(-1, v.shape[3]).index_copy_(0, slots, v.reshape(-1, v.shape[3]))
         q_RKGD = q.reshape(rows, kv_heads, heads // kv_heads, dim)
         mask = self._mask_R11L(layer.window, q.dtype)
+        # On CPU the fused kernel is made for many queries: for the one to eight here, two batched products and a
+        # softmax take a half to two thirds of its time.
+        read = dense if q.device.type == "cpu" and q.dtype == torch.float32 else fused
         parts = [
-            _attend_rows(q_RKGD[a:b], keys[a:b, :, :span], values[a:b, :, :span], mask[a:b, :, :, :span], layer.scale)
+            read(q_RKGD[a:b], keys[a:b, :, :span], values[a:b, :, :span], mask[a:b, :, :, :span], layer)
             for a, b, span in self.blocks
         ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -136,15 +134,3 @@ def row_blocks(lengths_R: Ints, capacity: int) -> Blocks:
             start = blocks.pop()[0]
         blocks.append((start, stop, span))
     return tuple(blocks)
-
-
-def _attend_rows(q_RKGD: Tensor, k_RKLD: Tensor, v_RKLD: Tensor, mask_R11L: Tensor, scaling: float) -> Tensor:
-    """Attention of G queries for each row and K/V head: [R, K, G, D]."""
-    if q_RKGD.device.type != "cpu" or q_RKGD.dtype != torch.float32:
-        return F.scaled_dot_product_attention(q_RKGD, k_RKLD, v_RKLD, attn_mask=mask_R11L, scale=scaling)
-    # On CPU the fused kernel is made for many queries: for the one to eight here, two batched products and a softmax
-    # take a half to two thirds of its time.
-    rows, kv_heads, groups, _ = q_RKGD.shape
-    scores = torch.bmm(q_RKGD.flatten(0, 1).mul(scaling), k_RKLD.flatten(0, 1).transpose(1, 2))
-    weights = torch.softmax(scores.view(rows, kv_heads, groups, -1).add_(mask_R11L), dim=-1)
-    return torch.bmm(weights.flatten(0, 1), v_RKLD.flatten(0, 1)).view(rows, kv_heads, groups, -1)

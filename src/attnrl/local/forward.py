@@ -69,8 +69,6 @@ class ProbeAttention:
         self.dtype = torch.float32
 
     def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if layer.softcap is not None:
-            raise ConfigError("the model's attention uses `softcap`, which the local sampler does not compute")
         if layer.index in self.shapes:
             raise ConfigError(f"the model runs attention layer {layer.index} twice in a pass; the local sampler cannot")
         self.shapes[layer.index] = LayerShape(k.shape[1], k.shape[3], v.shape[3])
@@ -150,7 +148,7 @@ class Forward:
         own = recorded(dtype)
         with sampling_mode(self.model):
             theirs = with_last(self.logits(tokens, positions, own, positions))
-            fused.settings, self.fused = own.settings, fused
+            fused.scoring, self.fused = own.layers, fused
             ours = torch.cat([self.logits(tokens, positions, own.plan, ends) for ends in (None, positions[-1:])])
         asked = None if dtype == torch.float32 or not widens(self.model) else truth
         self.fused = fused if agrees(ours, theirs, dtype=dtype, truth=asked) else None

@@ -44,18 +44,18 @@ class Paged(Protocol):
     def slots_T(self) -> Tensor: ...
     def stored(self, layer: int) -> None: ...
     def at_ends(self) -> Paged: ...
-    def read(self, layer: int, q: Tensor, scaling: float, window: int | None) -> Tensor: ...
+    def read(self, layer: Layer, q: Tensor) -> Tensor: ...
 
 
 class Recorded:
-    """A plan over pages that also remembers each layer's scale and window, as the model passes them."""
+    """A plan over pages that also remembers how each layer scores, as the model passes it."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         self.plan = plan
-        self.settings: dict[int, tuple[float, int | None]] = {}
+        self.layers: dict[int, Layer] = {}
 
     def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.settings[layer.index] = (layer.scale, layer.window)
+        self.layers[layer.index] = layer
         return self.plan.attend(layer, q, k, v)
 
 
@@ -131,6 +131,8 @@ def _read_layer(module: Any, *, copy: bool) -> _Layer | None:
     if _children(module) != _LAYER or not _children(module.self_attn) >= _ATTENTION:
         return None
     attention, mlp = module.self_attn, module.mlp
+    if any(list(part.parameters(recurse=False)) for part in (module, attention, mlp)):  # sinks, for one
+        return None
     extra = _children(attention) - _ATTENTION
     dim = getattr(attention, "head_dim", None)
     if extra not in (set(), {"q_norm", "k_norm"}) or _children(mlp) != _MLP or dim is None or dim % 2:
@@ -165,7 +167,7 @@ class FusedDecoder:
         self.model = model
         self.base = model.model
         self.layers = layers
-        self.settings: dict[int, tuple[float, int | None]] = {}  # of each layer's attention: scale, window
+        self.scoring: dict[int, Layer] = {}  # how each layer's attention scores
 
     def refresh(self) -> None:
         """Copies the projections' weights as they are now; the copies keep their place in memory."""
@@ -201,7 +203,7 @@ class FusedDecoder:
             q_THD, reading = q_TX.unflatten(1, (layer.heads, layer.dim)), plan
             if ends is not None and i == len(self.layers) - 1:
                 x_TW, q_THD, reading = x_TW[ends], q_THD[ends], plan.at_ends()
-            seen_TX = reading.read(i, q_THD, *self.settings[i])
+            seen_TX = reading.read(self.scoring[i], q_THD)
             norm = layer.module.post_attention_layernorm
             seen = self._summed(attention.o_proj, seen_TX, x_TW)
             x_TW, normed_TW = kernels.add_norm(x_TW, seen, norm.weight, norm.variance_epsilon)
