@@ -11,7 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from attnrl.attention import paged_triton
 from attnrl.attention.pages import PAGE, common_pages, cut, groups_of, pages_for
@@ -22,17 +31,36 @@ from attnrl.local.products_triton import fits, gated, summed_apart
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Sampling, as_ids
 
+SCALE = 0.3
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
-def dense(q_HD: torch.Tensor, k_SKD: torch.Tensor, v_SKE: torch.Tensor, scale: float, window: int | None) -> Any:
+def dense(
+    q_HD: torch.Tensor,
+    k_SKD: torch.Tensor,
+    v_SKE: torch.Tensor,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> Any:
     """Attention of the newest position over all, in float64: [H, E]."""
     groups = q_HD.shape[0] // k_SKD.shape[1]
     k, v = (x.double().repeat_interleave(groups, 1) for x in (k_SKD, v_SKE))
-    scores = torch.einsum("hd,shd->hs", q_HD.double(), k) * scale
+    scores = torch.einsum("hd,shd->hs", q_HD.double(), k) * SCALE
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if window is not None:
         scores[:, : max(0, len(k) - window)] = -torch.inf
-    return torch.einsum("hs,she->he", scores.softmax(-1), v)
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H.double()[:, None]], 1)
+    return torch.einsum("hs,she->he", scores.softmax(-1)[:, : len(k)], v)
+
+
+def scoring(heads: int, softcap: float | None, sinks: bool) -> dict[str, Any]:
+    """A soft-cap, and sinks of which one is far below and one far above any score."""
+    sinks_H = torch.linspace(-3, 3, heads, device=DEVICE)
+    sinks_H[0], sinks_H[-1] = -300, 300
+    return {"softcap": softcap, "sinks_H": sinks_H if sinks else None}
 
 
 def filled(pages: int, kv: int, dim: int, value: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,6 +82,8 @@ def decode_case(
     window: int | None = None,
     shared: int = 0,
     chunk: int = 64,
+    softcap: float | None = None,
+    sinks: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """Rows of these lengths (the newest token included), the first three sharing pages; one idle row at the end."""
@@ -77,6 +107,7 @@ def decode_case(
     to = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(DEVICE)  # noqa: E731
     q = torch.randn(rows + 1, heads, dim, device=DEVICE).to(dtype)
     part = torch.full((rows + 1, most, heads, value), torch.nan, device=DEVICE)
+    how: dict[str, Any] = {"window": window, **scoring(heads, softcap, sinks)}
     splits = None if most == 1 else to(np.append(items.splits_R, 0).astype(np.int32))
     out = paged_triton.decode(
         q,
@@ -88,32 +119,34 @@ def decode_case(
         to(items.shared_I5) if len(items.shared_I5) else None,
         splits,
         None if splits is None else (part, part[..., 0].contiguous()),
-        scale=0.3,
-        window=window,
+        scale=SCALE,
+        **how,
         tile=(4, 2),
     )
     worst = 0.0
     for row, length in enumerate(lengths):
-        expected = dense(q[row], run_of(keys, table[row], length), run_of(values, table[row], length), 0.3, window)
+        expected = dense(q[row], run_of(keys, table[row], length), run_of(values, table[row], length), **how)
         worst = max(worst, float((out[row].view(heads, value).double() - expected).abs().max()))
     return {"kind": "decode", "error": worst, "shared": len(items.shared_I5), "splits": most}
 
 
-def paths_case(*, dim: int = 16, value: int = 16, heads: int = 4, kv: int = 2, window: int | None = None) -> Any:
+def paths_case(*, dim: int = 16, value: int = 16, heads: int = 4, kv: int = 2, **how: Any) -> Any:
     """Two paths that share a page, queries in blocks: one starts in the middle of a page, one at the root."""
     torch.manual_seed(1)
+    how = {"window": None, "softcap": None, "sinks": False} | how
+    how |= scoring(heads, how["softcap"], how.pop("sinks"))
     keys, values = filled(8, kv, dim, value, torch.float32)
     table = np.array([[3, 1, 7], [3, 5, 0]], np.int32)
     blocks = [(0, 16, 40, 0), (16, 10, 56, 0), (26, 16, 0, 1), (42, 16, 16, 1), (58, 9, 32, 1)]
     q = torch.randn(67, heads, dim, device=DEVICE)
     arrays = (torch.from_numpy(table).to(DEVICE), torch.tensor(blocks, dtype=torch.int32, device=DEVICE))
-    out = paged_triton.paths(q, keys, values, *arrays, 16, scale=0.3, window=window, tile=(32, 4, 2))
+    out = paged_triton.paths(q, keys, values, *arrays, 16, scale=SCALE, **how, tile=(32, 4, 2))
     worst = 0.0
     for first, count, position, path in blocks:
         for i in range(count):
             length = position + i + 1
             seen = (run_of(pool, table[path], length) for pool in (keys, values))
-            expected = dense(q[first + i], *seen, 0.3, window)
+            expected = dense(q[first + i], *seen, **how)
             worst = max(worst, float((out[first + i].view(heads, value).double() - expected).abs().max()))
     return {"kind": "paths", "error": worst}
 
@@ -175,6 +208,12 @@ def sampler_case(kind: str) -> dict[str, Any]:
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.4}
     if kind == "qwen3":
         model: Any = Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
+    elif kind == "gemma2":
+        sizes |= {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0}
+        model = Gemma2ForCausalLM(Gemma2Config(**sizes, sliding_window=9)).eval()
+    elif kind == "gpt_oss":
+        sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+        model = GptOssForCausalLM(GptOssConfig(**sizes, sliding_window=9)).eval()
     else:
         model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=9)).eval()
     rng = np.random.default_rng(0)
@@ -202,9 +241,14 @@ if __name__ == "__main__":
         decode_case([300, 290, 261, 40], shared=8, chunk=128, window=37),
         decode_case([5, 90], heads=6, kv=1, dim=24, value=40, window=9, chunk=32),
         decode_case([70, 33], dim=64, dtype=torch.float16),
+        decode_case([300, 290, 261, 40], shared=8, chunk=128, sinks=True),
+        decode_case([1, 33, 70, 64], chunk=1000, softcap=0.8, sinks=True),
+        decode_case([5, 90], heads=6, kv=1, window=9, chunk=32, softcap=0.8),
         paths_case(),
         paths_case(window=11),
         paths_case(dim=24, value=8, heads=3, kv=1),
+        paths_case(softcap=0.8, sinks=True),
+        paths_case(window=11, sinks=True),
         draw_case(61, 1.0),
         draw_case(9000, 0.7),
         draw_case(61, 1.0, 0.9),
@@ -212,6 +256,8 @@ if __name__ == "__main__":
         draw_case(700, 0.6, 0.95, torch.bfloat16),
         sampler_case("qwen3"),
         sampler_case("mistral"),
+        sampler_case("gemma2"),
+        sampler_case("gpt_oss"),
         product_case(3, 48, 200),  # neither width is whole turns
         product_case(17, 256, 64),
         product_case(64, 2048, 96),

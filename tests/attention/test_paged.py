@@ -19,20 +19,26 @@ SMALL_GPU = 99 * 1024  # shared memory that one program may have on the GPUs tha
 def check_grid(rows: list[dict[str, object]]) -> None:
     kinds = [str(row["kind"]) for row in rows]
     assert (
-        kinds == ["decode"] * 6 + ["paths"] * 3 + ["draw"] * 5 + ["sampler qwen3", "sampler mistral"] + ["product"] * 3
+        kinds
+        == ["decode"] * 9
+        + ["paths"] * 5
+        + ["draw"] * 5
+        + [f"sampler {kind}" for kind in ("qwen3", "mistral", "gemma2", "gpt_oss")]
+        + ["product"] * 3
     )
-    assert [row["splits"] for row in rows[:6]] == [2, 1, 4, 4, 2, 1]
+    assert [row["splits"] for row in rows[:9]] == [2, 1, 4, 4, 2, 1, 4, 1, 2]
     assert all(row["shared"] == 2 for row in rows[2:4])
     for row in rows:
         half = row is rows[5] or row["kind"] == "product"
         assert row["error"] < (2e-2 if half else 1e-4), row  # type: ignore[operator]
-    for row in rows[9:14]:
+    for row in rows[14:19]:
         assert (row["same"], row["nan_is_seen"], row["untouched"], row["state"]) == (1.0, True, True, True), row
-    for row in rows[16:]:
+    for row in rows[23:]:
         assert row["fits"] == [True, False, False], row
-    assert [row["parts"] for row in rows[16:]] == [8, 8, 4]
-    for row in rows[14:16]:
-        assert (row["same"], row["fused"]) == (1.0, True), row
+    assert [row["parts"] for row in rows[23:]] == [8, 8, 4]
+    assert [row["fused"] for row in rows[19:23]] == [True, True, False, False]
+    for row in rows[19:23]:
+        assert row["same"] == 1.0, row
         assert row["tokens"] >= 12, row  # type: ignore[operator]
 
 

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from attnrl.config import ModelConfig, UpdateConfig
 from attnrl.errors import ConfigError, TrainingError
@@ -34,6 +43,11 @@ KINDS: dict[str, Any] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "gpt_oss": (  # attention sinks and experts; no windows, so that prefixes are shared
+        GptOssConfig,
+        GptOssForCausalLM,
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2},
+    ),
 }
 
 

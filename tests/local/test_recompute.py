@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPTNeoXConfig, OPTConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    OPTConfig,
+    Qwen2Config,
+)
 
 from attnrl.cli.flags import read_value
 from attnrl.config import ModelConfig, UpdateConfig, load_config
@@ -31,6 +39,15 @@ CONFIGS: dict[str, Any] = {
     "gpt2": GPT2Config(vocab_size=37, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=64),
     "gemma2": Gemma2Config(  # windows and soft-caps: its attention runs again by itself too
         **SIZE, intermediate_size=48, num_key_value_heads=2, head_dim=8, sliding_window=6, query_pre_attn_scalar=8
+    ),
+    "gpt_oss": GptOssConfig(
+        **SIZE,
+        intermediate_size=24,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=6,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     ),
     "gpt_neox": GPTNeoXConfig(**SIZE, intermediate_size=48),
     "opt": OPTConfig(**SIZE, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64),
@@ -74,7 +91,8 @@ def gradients(model: Any, **keys: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "lora"), [("qwen2", False), ("qwen2", True), ("gpt2", False), ("gpt_neox", False), ("gemma2", False)]
+    ("kind", "lora"),
+    [("qwen2", False), ("qwen2", True), ("gpt2", False), ("gpt_neox", False), ("gemma2", False), ("gpt_oss", False)],
 )
 @pytest.mark.usefixtures("attention")
 def test_gradients_do_not_depend_on_which_layers_run_again(kind: str, lora: bool, share: bool) -> None:

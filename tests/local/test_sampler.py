@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -34,6 +38,22 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 9}),
+    "gemma2": (  # soft-caps, and windows in every other layer
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {
+            "head_dim": 8,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 1.0,
+            "initializer_range": 0.2,
+        },
+    ),
+    "gpt_oss": (  # attention sinks, and windows in every other layer
+        GptOssConfig,
+        GptOssForCausalLM,
+        {"head_dim": 8, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
 
 

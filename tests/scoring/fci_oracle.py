@@ -41,6 +41,9 @@ CONFIGS = {
         **BASE, head_dim=8, sliding_window=9, query_pre_attn_scalar=8, attn_logit_softcapping=3.0
     ),
     "qwen2_mixed_window": lambda: Qwen2Config(**BASE, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "gpt_oss_window_sinks": lambda: GptOssConfig(
+        **BASE, head_dim=8, sliding_window=9, num_local_experts=4, num_experts_per_tok=2
+    ),
     "phi_partial_rotary": lambda: PhiConfig(**BASE, partial_rotary_factor=0.5),
     "glm_partial_rotary": lambda: GlmConfig(**BASE, head_dim=8, partial_rotary_factor=0.5),
 }
@@ -51,12 +54,6 @@ def tiny(name: str, seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager")
     return model.float().eval()
-
-
-def sinks_model() -> torch.nn.Module:
-    """A tiny model whose attention has sinks."""
-    config = GptOssConfig(**{**BASE, "head_dim": 8}, num_local_experts=2, num_experts_per_tok=1)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
 
 
 def of_family(family: str, **settings: object) -> torch.nn.Module:

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import torch
 
+from attnrl.attention.scores import with_sinks
 from attnrl.scoring.fci_launch import LayerSums, row_lse
 from attnrl.scoring.fci_triton import Tile
 from attnrl.scoring.head_triton import row_stats
@@ -31,7 +32,13 @@ def random_spans(rng: np.random.Generator, length: int, mean: float, gaps: bool 
 
 
 def dense_oracle(
-    q_THD: torch.Tensor, k_TKD: torch.Tensor, plan: Plan, scale: float, window: int | None, softcap: float | None
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    plan: Plan,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores [H, S] and log-sum-exp [H, T] from the whole matrix in float64, steps one by one as Eq. 5 is written."""
     q, k = q_THD.double(), k_TKD.double()
@@ -47,8 +54,10 @@ def dense_oracle(
             s = q[start:stop, h] @ k[start:stop, h // groups].T * scale
             s = s if softcap is None else softcap * torch.tanh(s / softcap)
             s = s.masked_fill(hidden, float("-inf"))
+            if sinks_H is not None:
+                s = torch.cat([s, sinks_H[h].double().expand(len(s), 1)], 1)
             lse_HT[h, start:stop] = s.logsumexp(-1)
-            p = s.softmax(-1)
+            p = s.softmax(-1)[:, : stop - start]
             spans = plan.step_S[first:last] - start
             by_step = torch.stack([p[a:b].mean(0) for a, b in spans]) if len(spans) else None
             for index, (a, b) in enumerate(spans):
@@ -76,6 +85,7 @@ def run_case(
     dtype: str = "float32",
     window: int | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
     delta: int = 4,
     mean: float = 4.0,
     key_reduce: str = "mean",
@@ -95,12 +105,14 @@ def run_case(
         q, k = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
     spans = [random_spans(rng, n, mean, gaps) for n in lengths]
     plan = make_plan(lengths, spans, delta=delta, key_reduce=key_reduce)  # type: ignore[arg-type]
-    want_HS, lse64_HT = dense_oracle(q, k, plan, scale, window, softcap)
+    sinks_H = torch.linspace(-2, 4, heads, device=device) if sinks else None
+    want_HS, lse64_HT = dense_oracle(q, k, plan, scale, window, softcap, sinks_H)
     lse_HT = row_lse(q, k, tuple(lengths), scale=scale, window=window, softcap=softcap)
+    lse_HT = lse_HT if sinks_H is None else with_sinks(lse_HT, sinks_H)
     sums = LayerSums(plan, torch.device(device), keep_heads=True, tile=tile)
-    given = lse_HT if own_lse else lse64_HT.float()
-    sums(q, k, given, scale=scale, window=window, softcap=softcap)
-    sums(q, k, given, scale=scale, window=window, softcap=softcap)  # the running max must not grow
+    given = None if own_lse else lse64_HT.float()
+    sums(q, k, given, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H)
+    sums(q, k, given, scale=scale, window=window, softcap=softcap, sinks_H=sinks_H)  # the running max must not grow
     got_HS = sums.heads_LHS[-1].double()
     norm = max(float(want_HS.norm()), 1e-30)
     best = float((sums.best_S.double() - want_HS.amax(0)).norm() / norm)
@@ -167,6 +179,8 @@ SMALL_GRID: list[dict[str, object]] = [
     {"lengths": [70, 20], "heads": 2, "groups": 1, "head": 32, "window": 9, "mean": 1.0},
     {"lengths": [66], "heads": 2, "groups": 2, "head": 32, "window": 40, "softcap": 1.5},
     {"lengths": [52, 1, 2], "heads": 3, "groups": 3, "head": 80, "softcap": 5.0, "dtype": "bfloat16"},
+    {"lengths": [66], "heads": 4, "groups": 2, "head": 32, "window": 40, "sinks": True},
+    {"lengths": [50, 7], "heads": 2, "groups": 2, "head": 32, "sinks": True, "own_lse": False},
     {"lengths": [90], "heads": 2, "groups": 1, "head": 32, "mean": 0.4, "gaps": True},
     {"lengths": [48], "heads": 2, "groups": 1, "head": 32, "tile": Tile(16, 32, 4, 1)},
     {"lengths": [30], "heads": 2, "groups": 1, "head": 16, "mean": 30.0},

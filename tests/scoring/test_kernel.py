@@ -33,7 +33,7 @@ def test_small_grid_under_the_interpreter() -> None:
         assert row["logprob_error"] < 2e-5, row
         assert row["entropy_error"] < 2e-5, row
         assert row["entropy"] > 0.5, row
-    assert len(rows) == 10
+    assert len(rows) == 12
     assert {row["head"] for row in rows} >= {16, 32, 64, 80, 128, 256}
     for row in rows:
         assert row["relative_error"] < 1e-5, row

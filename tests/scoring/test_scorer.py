@@ -35,7 +35,7 @@ def full_logits(model: torch.nn.Module, row: ScoreRequest, temperature: float) -
     return taken.numpy(), -(log_p.exp() * log_p).sum(-1).numpy()
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama", "gemma2_window_softcap"])
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gemma2_window_softcap", "gpt_oss_window_sinks"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_equals_full_logits_and_fci_alone(name: str, temperature: float) -> None:
     model, rng = tiny(name), np.random.default_rng(2)

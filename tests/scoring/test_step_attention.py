@@ -14,10 +14,12 @@ from attnrl.scoring.step_attention import deciding_head, step_attention
 SPANS = [(3, 7), (7, 8), (8, 15), (15, 21), (21, 24)]
 
 
-@pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
+@pytest.fixture(scope="module", params=["qwen2", "gpt_oss"])
+def model(request: pytest.FixtureRequest) -> torch.nn.Module:
+    """With and without attention sinks."""
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "sliding_window": 9}
+    config = transformers.CONFIG_MAPPING[request.param](
         vocab_size=64,
         hidden_size=32,
         intermediate_size=32,
@@ -25,8 +27,9 @@ def model() -> torch.nn.Module:
         num_attention_heads=4,
         num_key_value_heads=2,
         attn_implementation="eager",
+        **experts if request.param == "gpt_oss" else {},
     )
-    made = transformers.Qwen2ForCausalLM(config).eval()
+    made = transformers.AutoModelForCausalLM.from_config(config).eval()
     for name, weights in made.named_parameters():
         if "q_proj" in name or "k_proj" in name:
             torch.nn.init.normal_(weights, std=0.6)  # far from uniform attention

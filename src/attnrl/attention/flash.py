@@ -7,8 +7,8 @@ Shapes: T tokens of a row, S tokens of all paths, H query heads, K key/value hea
 values, J paths, B query blocks, I key blocks.
 """
 
-# mypy: disable-error-code="untyped-decorator"
-# torch.library has no types.
+# mypy: disable-error-code="untyped-decorator,misc,no-untyped-call"
+# torch.library and torch.autograd.Function have no types.
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from attnrl.attention.paged import failures, hopper
 from attnrl.attention.pages import rows_readable
+from attnrl.attention.scores import sunk
 from attnrl.attention.trie import Runs
 
 FLASH, OURS = "flash_varlen", "hopper_paths"
@@ -32,10 +33,16 @@ _seen: set[tuple[object, ...]] = set()  # kinds of inputs on which they were com
 
 
 def flash(
-    q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, runs: Runs, scale: float, window: int | None
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKV: Tensor,
+    runs: Runs,
+    scale: float,
+    window: int | None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, str]:
     """Outputs [T, H, V], row log-sum-exp [H, T] in nats, without gradient, and whose kernels ran."""
-    if window is None and hopper is not None:
+    if window is None and sinks_H is None and hopper is not None:
         q, k, v = (_in_rows(x) for x in (q_THD, k_SKD, v_SKV))
         if hopper.packed_fits(q, k, v):
             # also where ours were left: a layer that runs again must meet the same op
@@ -43,32 +50,63 @@ def flash(
                 q, k, v, *runs.blocks(q.device), *runs.ends(q.device), max(runs.fresh), max(runs.lengths), scale
             )
             return out_THD, lse_HT.detach(), FLASH if _shape(q, k) in _left else OURS
-    return *_aten(q_THD, k_SKD, v_SKV, runs, scale, window), FLASH
+    return *_aten(q_THD, k_SKD, v_SKV, runs, scale, window, sinks_H), FLASH
 
 
 def _aten(
-    q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, runs: Runs, scale: float, window: int | None
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKV: Tensor,
+    runs: Runs,
+    scale: float,
+    window: int | None,
+    sinks_H: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """One flash kernel over all runs; with fewer queries than keys its causal mask is aligned to the last of both."""
     head, value = q_THD.shape[-1], v_SKV.shape[-1]
     wide = -(-head // 8) * 8  # the kernel takes multiples of 8; zeros change neither scores nor outputs
     q, k = (F.pad(x, (0, wide - head)) if wide > head else x for x in (q_THD, k_SKD))
     v = F.pad(v_SKV, (0, wide - value)) if wide > value else v_SKV
-    out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        *runs.ends(q.device),
-        max(runs.fresh),
-        max(runs.lengths),
-        0.0,
-        window is None,
-        False,
-        scale=scale,
-        window_size_left=-1 if window is None else window - 1,
-        window_size_right=-1 if window is None else 0,
-    )
+    how = (*runs.ends(q.device), max(runs.fresh), max(runs.lengths), 0.0, window is None)
+    sides = {"window_size_left": -1, "window_size_right": -1}
+    if window is not None:
+        sides = {"window_size_left": window - 1, "window_size_right": 0}
+    if sinks_H is not None:
+        out, lse_HT = _Sunk.apply(q, k, v, sinks_H, how, {"scale": scale, **sides})
+    else:
+        out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *how, False, scale=scale, **sides)
     return out[..., :value], lse_HT
+
+
+class _Sunk(torch.autograd.Function):
+    """aten's attention with sinks: its outputs take the share that the sinks leave.
+
+    Its backward needs nothing new. From a log-sum-exp with the sinks in it, it computes the model's probabilities
+    again; and what it takes from each score's gradient is the product of outputs and their gradients, as with a sink.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_THD: Tensor, k_SKD: Tensor, v_SKV: Tensor, sinks_H: Tensor, how: tuple[Any, ...], given: Any
+    ) -> tuple[Tensor, Tensor]:
+        out_THV, lse_HT, *_ = torch.ops.aten._flash_attention_forward(q_THD, k_SKD, v_SKV, *how, False, **given)
+        out_THV, lse_HT = sunk(out_THV, lse_HT, sinks_H)
+        ctx.save_for_backward(q_THD, k_SKD, v_SKV, sinks_H, out_THV, lse_HT)
+        ctx.how, ctx.given = how, given
+        ctx.mark_non_differentiable(lse_HT)
+        return out_THV, lse_HT
+
+    @staticmethod
+    def backward(ctx: Any, g_THV: Tensor, _g_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks_H, out_THV, lse_HT = ctx.saved_tensors
+        g = _in_rows(g_THV)
+        none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of no dropout
+        of_qkv = torch.ops.aten._flash_attention_backward(
+            g, q, k, v, out_THV, lse_HT, *ctx.how, none, none[:0], **ctx.given
+        )
+        share_HT = torch.exp(sinks_H.to(lse_HT)[:, None] - lse_HT)
+        of_sinks_H = -(share_HT * (g.to(lse_HT) * out_THV).sum(-1).t()).sum(1)
+        return *of_qkv, of_sinks_H.to(sinks_H), None, None
 
 
 def _shape(q_THD: Tensor, k_SKD: Tensor) -> tuple[int, ...]:

@@ -73,6 +73,7 @@ def attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: hands the layer's q, k, v to the open plan."""
@@ -81,7 +82,7 @@ def attention(
         raise ConfigError("attention was called outside of `attending`; run backward inside it too")
     _check_call(module, attention_mask, dropout, sliding_window, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    layer = Layer(getattr(module, "layer_idx", -1), scale, sliding_window, softcap)
+    layer = Layer(getattr(module, "layer_idx", -1), scale, sliding_window, softcap, s_aux)
     return door.plan.attend(layer, query, key, value), None
 
 
@@ -130,7 +131,7 @@ def _check_call(
 ) -> None:
     """Refuse what would silently give other scores than the model's own attention."""
     name = type(module).__name__
-    for extra, meaning in (("s_aux", "attention sinks"), ("position_bias", "a position bias"), ("cache", "paging")):
+    for extra, meaning in (("position_bias", "a position bias"), ("cache", "paging")):
         if kwargs.get(extra) is not None:
             raise ConfigError(f"{name} uses {meaning} ({extra}), which attnrl's attention does not support yet")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from attnrl.attention.decoder import lone_from
 from attnrl.attention.flash import FLASH, flash
 from attnrl.attention.interface import Layer, attending
+from attnrl.attention.scores import capped, softmax
 from attnrl.attention.trie import Runs, apart
 from attnrl.errors import ConfigError
 
@@ -45,6 +46,7 @@ class Collector(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks_H: Tensor | None,  # `lse_HT` has them in it
     ) -> None: ...
 
 
@@ -68,6 +70,7 @@ class PathAttention:
         longest = max(self.runs.lengths)
         window = layer.window if layer.window is not None and layer.window < longest else None
         how: dict[str, Any] = {"scale": layer.scale, "window": window, "softcap": layer.softcap}
+        how["sinks_H"] = layer.sinks_H
         out_THV, lse_HT, kind = attend(q_THD, k_TKD, v_TKV, self.runs, **how)
         self.kinds.add(kind)
         self.calls += 1
@@ -94,12 +97,13 @@ def attention_kind(
     value_size: int | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> str:
     """The attention implementation that a layer of this shape gets.
 
     `flash_varlen`: one flash kernel over the pack (CUDA, half precision), on Hopper GPUs ours where it fits
     (`hopper_paths`). `sdpa_per_sequence`: torch's fused attention, sequence by sequence. `torch_blocks`: scores by
-    query blocks, for a window or a soft-cap without flash.
+    query blocks, for a soft-cap, and for a window or sinks without flash.
 
     >>> attention_kind("cuda", torch.bfloat16, 128), attention_kind("cpu", torch.float32, 64)
     ('flash_varlen', 'sdpa_per_sequence')
@@ -110,7 +114,7 @@ def attention_kind(
     half_on_cuda = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if half_on_cuda and softcap is None and (value_size or 0) <= head_size <= FLASH_MAX_HEAD:
         return FLASH
-    if softcap is not None or window is not None or not same_size:
+    if softcap is not None or window is not None or sinks or not same_size:
         return BLOCKS
     return SDPA
 
@@ -124,16 +128,18 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, str]:
     """Causal attention along paths: outputs [T, H, V], row log-sum-exp [H, T] where known, and the kind used."""
     head, value = q_THD.shape[-1], v_TKV.shape[-1]
-    kind = attention_kind(q_THD.device.type, q_THD.dtype, head, value_size=value, window=window, softcap=softcap)
+    asked: dict[str, Any] = {"value_size": value, "window": window, "softcap": softcap, "sinks": sinks_H is not None}
+    kind = attention_kind(q_THD.device.type, q_THD.dtype, head, **asked)
     k_SKD, v_SKV = k_TKD, v_TKV
     if runs.paths_S is not None:
         # one gather for all runs: gathering run by run would make a gradient of T tokens for each
         k_SKD, v_SKV = k_TKD.index_select(0, runs.paths_S), v_TKV.index_select(0, runs.paths_S)
     if kind == FLASH:
-        return flash(q_THD, k_SKD, v_SKV, runs, scale, window)
+        return flash(q_THD, k_SKD, v_SKV, runs, scale, window, sinks_H)
     groups = q_THD.shape[1] // k_SKD.shape[1]
     k_SHD = k_SKD.repeat_interleave(groups, 1) if groups > 1 else k_SKD
     v_SHV = v_SKV.repeat_interleave(groups, 1) if groups > 1 else v_SKV
@@ -143,7 +149,7 @@ def attend(
     with sdpa_kernel(FUSED_ONLY) if kind == SDPA else nullcontext():  # the math kernel would build T x T scores
         for part in zip(queries, keys, values, strict=True):
             q, k, v = (x.transpose(0, 1) for x in part)
-            out = _fused(q, k, v, scale) if kind == SDPA else _by_blocks(q, k, v, scale, window, softcap)
+            out = _fused(q, k, v, scale) if kind == SDPA else _by_blocks(q, k, v, scale, window, softcap, sinks_H)
             outs.append(out.transpose(0, 1))
     return torch.cat(outs), None, kind
 
@@ -171,9 +177,7 @@ def masked_scores(
 
     Of one head, without the first axis, also.
     """
-    scores = torch.matmul(q_HQD, k_HTD.transpose(-1, -2)) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = capped(torch.matmul(q_HQD, k_HTD.transpose(-1, -2)) * scale, softcap)
     query = torch.arange(first_query, first_query + q_HQD.shape[-2], device=q_HQD.device)[:, None]
     key = torch.arange(first_key, first_key + k_HTD.shape[-2], device=q_HQD.device)[None, :]
     hidden = key > query
@@ -190,14 +194,21 @@ def _one_block(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     scores = masked_scores(q, k, *at, scale, window, softcap)
-    wide = torch.float32 if scores.dtype in (torch.bfloat16, torch.float16) else scores.dtype
-    return torch.matmul(torch.softmax(scores, -1, dtype=wide).to(v.dtype), v)
+    sinks_H11 = None if sinks_H is None else sinks_H[:, None, None]
+    return torch.matmul(softmax(scores, sinks_H11).to(v.dtype), v)
 
 
 def _by_blocks(
-    q_HTD: Tensor, k_HSD: Tensor, v_HSV: Tensor, scale: float, window: int | None, softcap: float | None
+    q_HTD: Tensor,
+    k_HSD: Tensor,
+    v_HSV: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """Exact attention of one run, `BLOCK` queries at a time; blocks are recomputed in the backward pass."""
     outs = []
@@ -206,11 +217,12 @@ def _by_blocks(
         stop = min(start + BLOCK, q_HTD.shape[1])
         at, end = before + start, before + stop
         first = 0 if window is None else max(0, at - window + 1)
-        args = (q_HTD[:, start:stop], k_HSD[:, first:end], v_HSV[:, first:end], (at, first))
-        if torch.is_grad_enabled() and q_HTD.requires_grad:
-            outs.append(checkpoint(_one_block, *args, scale, window, softcap, use_reentrant=False))
+        block = (q_HTD[:, start:stop], k_HSD[:, first:end], v_HSV[:, first:end], (at, first))
+        args = (*block, scale, window, softcap, sinks_H)
+        if torch.is_grad_enabled() and (q_HTD.requires_grad or (sinks_H is not None and sinks_H.requires_grad)):
+            outs.append(checkpoint(_one_block, *args, use_reentrant=False))
         else:
-            outs.append(_one_block(*args, scale, window, softcap))
+            outs.append(_one_block(*args))
     return torch.cat(outs, 1)
 
 

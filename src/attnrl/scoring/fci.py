@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from attnrl.algo import position
 from attnrl.attention.decoder import body_of, evaluating, vocabulary_of
 from attnrl.attention.paths import Collector, PathAttention, masked_scores, packed_attention, packed_positions
+from attnrl.attention.scores import softmax
 from attnrl.backend import check_ids
 from attnrl.errors import ConfigError, DataError
 from attnrl.scoring.plan import KeyReduce, Plan, Span, make_plan
@@ -63,6 +64,7 @@ def step_scores(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y_k of one layer for every head and step of the pack, [H, S], in float32 (float64 inputs: float64).
 
@@ -71,6 +73,7 @@ def step_scores(
     total, heads, _ = q_THD.shape
     wide = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
     sums_HT = torch.zeros(heads, total, device=q_THD.device, dtype=wide)
+    sinks_H11 = None if sinks_H is None else sinks_H.to(q_THD.device)[:, None, None]
     for start, stop, first, last in plan.sequences:
         live = np.flatnonzero(plan.live_S[first:last])
         if not live.size:
@@ -85,7 +88,7 @@ def step_scores(
             scores = masked_scores(q_HQD, k_HTD[:, left - start : high - start], low, left, scale, window, softcap)
             query = torch.arange(low, high, device=q_THD.device)
             counts_QT = (query[:, None] >= qmin_T[None, left:high]) * weight_T[low:high, None].to(wide)
-            sums_HT[:, left:high] += torch.einsum("hqt,qt->ht", torch.softmax(scores, -1), counts_QT)
+            sums_HT[:, left:high] += torch.einsum("hqt,qt->ht", softmax(scores, sinks_H11), counts_QT)
     return _per_step(sums_HT, plan)
 
 

@@ -19,6 +19,7 @@ import triton
 from numpy.typing import NDArray
 
 from attnrl.attention.paged_triton import GLUON
+from attnrl.attention.scores import with_sinks
 from attnrl.errors import ConfigError, DataError
 from attnrl.scoring.fci_triton import LOG2E, Layer, Tile, _column_sums, _row_lse, _step_max
 from attnrl.scoring.plan import ALIGN, Plan, key_blocks, query_blocks
@@ -111,13 +112,24 @@ class LayerSums:
             self._tables[size, window] = _send(key_blocks(self.plan, size, window), self.device)
         return self._tables[size, window]
 
-    def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, lse_HT: torch.Tensor | None, **shape: Any) -> None:
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        lse_HT: torch.Tensor | None,
+        *,
+        sinks_H: torch.Tensor | None = None,
+        **shape: Any,
+    ) -> None:
         if not len(self.plan.step_S):
             return
         q_THD, k_TKD = (x.to(self.device) for x in (q_THD, k_TKD))  # a model may span devices
         q_THD, k_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THD, k_TKD))
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            lse_HT = row_lse(q_THD, k_TKD, self.plan.lengths, **shape) if lse_HT is None else lse_HT.to(self.device)
+            if lse_HT is None:
+                lse_HT = row_lse(q_THD, k_TKD, self.plan.lengths, **shape)
+                lse_HT = lse_HT if sinks_H is None else with_sinks(lse_HT, sinks_H)
+            lse_HT = lse_HT.to(self.device)
             tile = self.tile or self._choose(q_THD, k_TKD, lse_HT, shape)
             self.column_sums(q_THD, k_TKD, lse_HT, tile=tile, **shape)
             self._reduce(q_THD.shape[1])

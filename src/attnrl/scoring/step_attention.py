@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from attnrl.attention.paths import masked_scores
+from attnrl.attention.scores import softmax
 from attnrl.scoring.fci import run_body
 
 BLOCK_ELEMENTS = 1 << 24  # scores held at a time: 64 MiB of float32
@@ -26,11 +27,20 @@ class HeadAttention:
         self.alpha_SS: NDArray[np.float32] = np.zeros((len(spans), len(spans)), dtype=np.float32)
         self._seen = 0
 
-    def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, lse_HT: torch.Tensor | None, **shape: Any) -> None:
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        lse_HT: torch.Tensor | None,
+        *,
+        sinks_H: torch.Tensor | None,
+        **shape: Any,
+    ) -> None:
         if self._seen == self.layer:
             group = q_THD.shape[1] // k_TKD.shape[1]
             q_TD, k_TD = q_THD[:, self.head].float(), k_TKD[:, self.head // group].float()
-            self.alpha_SS = step_means(q_TD, k_TD, self.spans, **shape)
+            sink = None if sinks_H is None else sinks_H[self.head]
+            self.alpha_SS = step_means(q_TD, k_TD, self.spans, sink=sink, **shape)
         self._seen += 1
 
 
@@ -42,6 +52,7 @@ def step_means(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sink: torch.Tensor | None,
 ) -> NDArray[np.float32]:
     """alpha[j, k] of one head over one sequence, by blocks of queries. Paper: Eq. 4."""
     tokens, device = len(q_TD), q_TD.device
@@ -55,7 +66,7 @@ def step_means(
     for first in range(0, tokens, block):
         rows = torch.arange(first, min(first + block, tokens), device=device)
         scores_BT = masked_scores(q_TD[rows], k_TD, first, 0, scale, window, softcap)
-        weights_BT = torch.softmax(scores_BT, dim=-1)
+        weights_BT = softmax(scores_BT, sink)
         total_BT = torch.nn.functional.pad(weights_BT.double().cumsum(dim=1), (1, 0))
         by_step_BS = ((total_BT[:, stops] - total_BT[:, starts]) / sizes).float()
         sums.index_add_(0, step_T[rows], by_step_BS)
