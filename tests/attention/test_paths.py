@@ -250,8 +250,8 @@ def test_refusals_name_the_reason() -> None:
         model(input_ids=torch.ones(2, 5, dtype=torch.long), use_cache=False)
     with pytest.raises(ConfigError, match="at least one token"), packed_attention(model, [5, 0]):
         pass
-    model.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="linear_attention"), packed_attention(model, [5]):
+    model.config.layer_types = ["chunked_attention", "full_attention"]
+    with pytest.raises(ConfigError, match="chunked_attention"), packed_attention(model, [5]):
         pass
     dropping = tiny("qwen2").train()
     dropping.config.attention_dropout = 0.1
@@ -288,12 +288,6 @@ def test_rope_that_depends_on_length_refuses_to_mix() -> None:
         with packed_attention(model, lengths):
             pass
     assert lone_from(tiny("llama")) is None
-
-
-def test_recurrent_layers_under_another_name_are_refused() -> None:
-    model = of_family("recurrent_gemma", num_key_value_heads=1, lru_width=32, attention_window_size=8, head_dim=8)
-    with pytest.raises(ConfigError, match="recurrent"), packed_attention(model, [5]):
-        pass
 
 
 def test_an_exchanged_layer_is_noticed() -> None:

@@ -1,4 +1,4 @@
-"""What we ask of a Hugging Face decoder: whether it can be packed, and its body."""
+"""What we ask of a Hugging Face decoder: whether it can be packed, what it remembers, and its body."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ import torch
 from torch import nn
 
 from attnrl.errors import ConfigError, MissingFileError
+
+# What configs call their layers. The second kind has no attention, the third carries a state from token to token,
+# beside attention (hybrid) or in its place.
+ATTENTION = {"full_attention", "sliding_attention", "attention"}
+STATELESS = {"mlp", "moe"}
+RECURRENT = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
 
 
 def read_config(name: str) -> Any:
@@ -39,7 +45,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Every config object that a module of the model reads, parents before children; raises where one is unfit.
+    """Every config object that a module of the model reads, parents before children.
 
     Runs whenever a model is opened, since a layer may have been exchanged, so it is written to be quick:
     `model.modules()` and `getattr` on a module take ten times as long.
@@ -53,25 +59,23 @@ def _configs(model: nn.Module) -> list[Any]:
             continue
         seen.add(id(module))
         todo.extend(module._modules.values())
-        if getattr(type(module), "_supports_attention_backend", None) is False:
-            raise ConfigError(
-                f"{type(module).__name__} does not use transformers' attention interface, which attnrl needs to pack "
-                "its sequences and to cache them"
-            )
         config = module.__dict__.get("config")
         if config is not None and hasattr(config, "_attn_implementation"):
             found.setdefault(id(config), config)
     return list(found.values())
 
 
+def _kinds(config: Any) -> set[str]:
+    """What a config calls its layers; recurrent models have names of their own for the key."""
+    names = ("layer_types", "layers_block_type", "block_types")
+    return {kind for name in names for kind in getattr(config, name, None) or ()}
+
+
 def check_model(model: nn.Module) -> list[Any]:
-    """The model's config objects; raises where a pack would not give each sequence the model's own attention."""
+    """The model's config objects; raises where one names layers that are none we know."""
     configs = _configs(model)
     for config in configs:
-        layers: list[str] = []
-        for name in ("layer_types", "layers_block_type", "block_types"):  # recurrent models have names of their own
-            layers += getattr(config, name, None) or ()
-        odd = set(layers) - {"full_attention", "sliding_attention", "attention"}
+        odd = _kinds(config) - ATTENTION - STATELESS - RECURRENT
         if odd:
             raise ConfigError(
                 f"{type(config).__name__} has layers of type {', '.join(sorted(odd))}: packed sequences would mix there"
@@ -79,8 +83,21 @@ def check_model(model: nn.Module) -> list[Any]:
     return configs
 
 
+def remembers(model: nn.Module) -> bool:
+    """Whether some layer carries a state from token to token (recurrent, state space, convolution), which no mask
+    keeps within a sequence: each needs a forward of its own.
+    """
+    stateful = bool(getattr(model, "_is_stateful", False))
+    return stateful or any(_kinds(config) & RECURRENT for config in _configs(model))
+
+
 def lone_from(model: nn.Module) -> int | None:
-    """The length over which a sequence must not share a pack, or None.
+    """The length over which a sequence must not share a pack, or None. For a model that remembers it is 0."""
+    return 0 if remembers(model) else rope_limit(model)
+
+
+def rope_limit(model: nn.Module) -> int | None:
+    """The length over which a sequence changes the rotary embedding of a whole forward, or None.
 
     Rotary embeddings of type longrope and dynamic take other frequencies for every token of a forward once its longest
     position is beyond this: in a pack, one long sequence would change the short ones.

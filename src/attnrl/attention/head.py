@@ -72,9 +72,13 @@ def plain_head(model: Any) -> nn.Linear | None:
 
 
 def _scaling(config: Any) -> tuple[Any, Any, Any]:
-    """By what logits are multiplied (Cohere), divided (Granite) and capped (Gemma 2); None: they are not."""
-    names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-    multiply, divide, cap = (getattr(config, name, None) for name in names)
+    """By what logits are multiplied (Cohere, Falcon-H1), divided (Granite) and capped (Gemma 2, RecurrentGemma); None:
+    they are not.
+    """
+    names = (("logit_scale", "lm_head_multiplier"), ("logits_scaling",), ("final_logit_softcapping", "logits_soft_cap"))
+    multiply, divide, cap = (
+        next((value for name in either if (value := getattr(config, name, None)) is not None), None) for either in names
+    )
     return multiply, divide, cap
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from attnrl.attention.decoder import lone_from
+from attnrl.attention.decoder import check_model, evaluating, lone_from, remembers, vocabulary_of
 from attnrl.attention.flash import FLASH, flash
 from attnrl.attention.interface import Layer, attending
 from attnrl.attention.scores import capped, softmax
@@ -31,6 +32,10 @@ from attnrl.errors import ConfigError
 SDPA, BLOCKS = "sdpa_per_sequence", "torch_blocks"
 FLASH_MAX_HEAD = 256  # largest head size of the aten flash kernels
 BLOCK = 512  # query rows at a time where scores are built by hand
+TEXT = 40  # tokens on which a model is tried
+# Mean gap of log-probs, in nats, that rounding explains: in float32, and in half precision, where a wrong mask on a
+# trained model makes several times as much.
+ROUNDING, HALF_ROUNDING = {torch.float32: 1e-3}, 0.1
 FUSED_ONLY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
 
@@ -237,7 +242,48 @@ def can_share(model: nn.Module) -> bool:
             return False
         if not kinds and getattr(config, "sliding_window", None):
             return False
-    return True
+    return not remembers(model)
+
+
+_TRIED: WeakSet[nn.Module] = WeakSet()
+
+
+def check_attention(model: nn.Module) -> None:
+    """Raises where the model does not attend by our plans as by its own attention.
+
+    A model made for transformers' attention backends is believed. Another, or one that remembers, is tried once: on a
+    pack of two short texts, or on one text, its logits must be its own.
+    """
+    if model in _TRIED:
+        return
+    check_model(model)
+    if remembers(model) or any(getattr(type(m), "_supports_attention_backend", None) is False for m in model.modules()):
+        with evaluating(model):
+            _try(model)
+    _TRIED.add(model)
+
+
+def _try(model: nn.Module) -> None:
+    device, name = next(model.parameters()).device, type(model).__name__
+    most = getattr(model.config, "max_position_embeddings", None) or TEXT
+    ids_T = torch.arange(min(TEXT, most), device=device) * 7919 % vocabulary_of(model)
+    texts = [ids_T] if remembers(model) else list(ids_T.chunk(2))
+    plan = PathAttention(apart([len(text) for text in texts]))
+
+    def logprobs(ids_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        out = model(input_ids=ids_T[None], position_ids=packed_positions(lengths, device), use_cache=False)
+        return torch.log_softmax(out.logits[0].float(), -1)
+
+    own_TV = torch.cat([logprobs(text, [len(text)]) for text in texts])
+    with attending(model, plan):
+        gap = float((logprobs(ids_T, plan.runs.lengths) - own_TV).abs().mean())
+    if not plan.calls:
+        raise ConfigError(f"{name} does not use transformers' attention interface, which attnrl needs to see attention")
+    if gap > ROUNDING.get(model.dtype, HALF_ROUNDING):
+        raise ConfigError(
+            f"{name} does more in its attention than it tells transformers' attention interface: "
+            f"with attnrl's in its place, log-probs differ by {gap:.3g} nats"
+        )
 
 
 @contextmanager
@@ -247,12 +293,15 @@ def path_attention(model: nn.Module, runs: Runs, *, collector: Collector | None 
     Call `model(input_ids=[1, T], position_ids=[1, T], attention_mask=None, use_cache=False)` inside. It is
     differentiable, also under gradient checkpointing; call `backward` inside, since recomputation attends again.
     """
+    check_attention(model)
     limit = lone_from(model) if len(runs.lengths) > 1 else None
     if limit is not None and max(runs.lengths) > limit:
-        raise ConfigError(
-            f"a sequence of {max(runs.lengths)} tokens cannot share a pack: beyond {limit} tokens this model's rotary "
-            "embedding changes for the whole pack; pack it alone"
+        why = (
+            f"beyond {limit} tokens this model's rotary embedding changes for the whole pack"
+            if limit
+            else "this model's layers carry a state from each token to the next"
         )
+        raise ConfigError(f"a sequence of {max(runs.lengths)} tokens cannot share a pack: {why}; pack it alone")
     assert collector is None or runs.paths_S is None, "a collector sees each token once"
     plan = PathAttention(runs, collector)
     with attending(model, plan):

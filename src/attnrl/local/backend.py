@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from attnrl.attention.decoder import check_model
 from attnrl.attention.head import check_head
+from attnrl.attention.paths import check_attention
 from attnrl.config import Config
 from attnrl.data.texts import stop_token_ids
 from attnrl.errors import ConfigError, MissingFileError, reading
@@ -204,7 +204,7 @@ def build(config: Config, *, model: str, tokenizer: Any, learn: bool = True) -> 
     how = {"device": local.device, "dtype": config.model.dtype}
     policy = load_weights(model, **how, float32_logits=local.float32_logits)
     if learn:
-        check_model(policy)
+        check_attention(policy)
         check_head(policy)
         if config.model.lora_rank:
             policy = add_lora(policy, config.model, seed=config.run.seed)

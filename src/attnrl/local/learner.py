@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnrl.attention.decoder import lone_from
+from attnrl.attention.paths import HALF_ROUNDING, ROUNDING
 from attnrl.config import UpdateConfig
 from attnrl.errors import ConfigError
 from attnrl.local.learn import LearningDecoder, gradient_gap, learning_decoder
@@ -29,9 +31,6 @@ from attnrl.policy.passes import Passes, minibatches
 from attnrl.policy.rates import Counters, learning_rate
 from attnrl.types import Sample, as_floats, as_ids
 
-# What rounding explains: of log-probs the mean gap in nats, of gradients the relative one; in float32, and in half
-# precision, where a wrong mask on a trained model makes several times as much.
-ROUNDING, HALF_ROUNDING = {torch.float32: 1e-3}, 0.1
 LOOK = 512  # tokens of a prompt, and drawn after it, over which gradients are compared: no layer runs again there
 Progress = Callable[[int, int], None]  # minibatches done, minibatches of this call
 
@@ -81,8 +80,8 @@ class Learner:
         Paper: Eq. 1.
         """
         rows = minibatches(samples, self.options, seed=self.seed, version=version)
-        budget, share = self.options.microbatch_tokens, self.shares_prefixes
-        planned = [microbatches(samples, part, budget, share=share) for part in rows]
+        how: dict[str, Any] = {"share": self.shares_prefixes, "lone": lone_from(self.hf)}
+        planned = [microbatches(samples, part, self.options.microbatch_tokens, **how) for part in rows]
         if planned and not self.checked and not self._ways_are_exact(samples, planned[0][0]):
             return self.update(samples, version=version, progress=progress)
         old = self._old_logprobs(samples, planned)
@@ -165,6 +164,7 @@ class Learner:
         return float((self._logprobs(self.model, microbatch, fused=fused) - want_N).abs().mean())
 
     def _rounding(self) -> float:
+        """Of log-probs the mean gap in nats that rounding explains, of gradients the relative one."""
         return ROUNDING.get(next(self.model.parameters()).dtype, HALF_ROUNDING)
 
     def _old_logprobs(self, samples: Sequence[Sample], minibatches: list[list[list[int]]]) -> dict[int, Tensor]:

@@ -67,14 +67,16 @@ def input_ids(sample: Sample) -> Ids:
     return as_ids(np.concatenate([sample.prompt, sample.response])[: input_length(sample)])
 
 
-def microbatches(samples: Sequence[Sample], rows: Sequence[int], budget: int, *, share: bool) -> list[list[int]]:
+def microbatches(
+    samples: Sequence[Sample], rows: Sequence[int], budget: int, *, share: bool, lone: int | None = None
+) -> list[list[int]]:
     """The samples `rows` in microbatches of at most `budget` tokens to run over, those that share a prefix together
-    where it is to be run over once. A sample longer than the budget has one of its own.
+    where it is to be run over once. A sample longer than the budget, or than `lone`, has one of its own.
     """
     if share:
         bins = fill_shared_bins([input_ids(samples[row]) for row in rows], budget)
     else:
-        bins = bins_by_budget([input_length(samples[row]) for row in rows], budget)
+        bins = bins_by_budget([input_length(samples[row]) for row in rows], budget, lone)
     return [[rows[i] for i in part] for part in bins]
 
 

@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from attnrl.algo import position
-from attnrl.attention.decoder import body_of, evaluating, vocabulary_of
+from attnrl.attention.decoder import body_of, evaluating, lone_from, vocabulary_of
 from attnrl.attention.paths import Collector, PathAttention, masked_scores, packed_attention, packed_positions
 from attnrl.attention.scores import softmax
+from attnrl.attention.trie import bins_by_budget
 from attnrl.backend import check_ids
 from attnrl.errors import ConfigError, DataError
 from attnrl.scoring.plan import KeyReduce, Plan, Span, make_plan
@@ -138,10 +139,10 @@ def fci(
     """The Forward Context Influence of reasoning steps under any Hugging Face decoder, from one forward pass.
 
     `input_ids` is one sequence of token ids (prompt and response), as [T] or as a tokenizer returns it, [1, T]; or a
-    list of sequences of any lengths, which are packed, not padded. `step_spans` gives the (start, stop) token range of
-    each step, in order; tokens outside every span (the prompt) are context without a score. Returned for each sequence:
-    float32 [steps], or with `reduce="none"` [layers, heads, steps]. The last `delta` steps score 0: no step follows at
-    that distance.
+    list of sequences of any lengths, which are packed where the model allows it, never padded. `step_spans` gives the
+    (start, stop) token range of each step, in order; tokens outside every span (the prompt) are context without a
+    score. Returned for each sequence: float32 [steps], or with `reduce="none"` [layers, heads, steps], of the layers
+    that attend. The last `delta` steps score 0: no step follows at that distance.
 
     Paper: Eq. 4-6.
 
@@ -166,12 +167,16 @@ def fci(
     if reduce not in ("max", "none"):
         raise ConfigError(f"reduce must be 'max' or 'none'; got {reduce!r}")
     lengths = [len(row) for row in rows]
-    plan = make_plan(lengths, spans, delta=delta, key_reduce=key_reduce)
     device = next(model.parameters()).device
-    sums = make_sums(plan, device, keep_heads=reduce == "none", kind=kind)
-    run_body(model, np.concatenate(rows), lengths, sums)
-    values = (sums.best_S if reduce == "max" else torch.stack(sums.heads_LHS)).float().cpu().numpy()
-    parts = split_steps(values, plan.counts)
+    parts: list[NDArray[Any]] = [np.zeros(0)] * len(rows)
+    for members in bins_by_budget(lengths, sum(lengths), lone_from(model)):
+        packed = [lengths[i] for i in members]
+        plan = make_plan(packed, [spans[i] for i in members], delta=delta, key_reduce=key_reduce)
+        sums = make_sums(plan, device, keep_heads=reduce == "none", kind=kind)
+        run_body(model, np.concatenate([rows[i] for i in members]), packed, sums)
+        values = (sums.best_S if reduce == "max" else torch.stack(sums.heads_LHS)).float().cpu().numpy()
+        for index, part in zip(members, split_steps(values, plan.counts), strict=True):
+            parts[index] = part
     return parts[0] if single else parts
 
 
