@@ -54,6 +54,7 @@ class Setup:
     cache_bytes: int | None  # None: a share of what is free
     check_every: int = 1  # most decode steps between two looks for finished rows
     cuda_graphs: bool = False
+    state_bytes: int = 0  # of what a row's layers remember beside attention
 
     @property
     def device(self) -> torch.device:

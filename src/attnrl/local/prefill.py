@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnrl.attention.interface import attending
 from attnrl.attention.prefill import PrefillAttention
 from attnrl.attention.trie import Trie, continue_trie
+from attnrl.local.memory import Memory, logits
 from attnrl.types import Ids
 
 
@@ -41,19 +41,30 @@ class Prefilled:
     carry: Carry
 
 
-def prefill(model: Any, contexts: Sequence[Ids], carry: Carry | None, budget: int, device: torch.device) -> Prefilled:
-    """Runs the model once over the new tokens of as many sorted contexts as fit into `budget`."""
+def prefill(
+    model: Any,
+    contexts: Sequence[Ids],
+    carry: Carry | None,
+    budget: int,
+    device: torch.device,
+    memory: Memory | None = None,
+) -> Prefilled:
+    """Runs the model once over the new tokens of as many sorted contexts as fit into `budget`.
+
+    `memory` takes the states after them: then they are all alike, and nothing is carried.
+    """
     trie = continue_trie(contexts, None if carry is None else carry.context, budget)
     if len(trie.ids_T):
         carried = None if carry is None else (carry.keys, carry.values)
         attention = PrefillAttention(trie, carried, device)
-        with attending(model, attention):
-            fresh_1NV = model(
-                input_ids=torch.from_numpy(trie.ids_T)[None].to(device),
-                position_ids=torch.from_numpy(trie.positions_T)[None].to(device),
-                logits_to_keep=torch.tensor(trie.ends, device=device),
-                use_cache=False,
-            ).logits
+        fresh_1NV = logits(
+            model,
+            attention,
+            memory,
+            input_ids=torch.from_numpy(trie.ids_T)[None].to(device),
+            position_ids=torch.from_numpy(trie.positions_T)[None].to(device),
+            logits_to_keep=torch.tensor(trie.ends, device=device),
+        )
         keys, values = attention.keys, attention.values
         first = torch.zeros_like(fresh_1NV[0, :1]) if carry is None else carry.logits_V[None]
         logits_NV = torch.cat([first, fresh_1NV[0]])

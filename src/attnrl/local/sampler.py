@@ -6,7 +6,7 @@ leaves the batch and waiting requests are admitted behind the others. What is dr
 context, its seed, the sampling and the weights alone, up to the rounding of matrix products of another size.
 
 A batch owns what belongs together: the rows that run, their cache and their state on the device. `batch.py` keeps keys
-and values in pages (CUDA), `slots.py` in equal slots (CPU).
+and values in pages (CUDA), `slots.py` in equal slots (CPU, and models that remember, of which no two contexts share).
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attnrl.attention.decoder import lone_from, vocabulary_of
-from attnrl.attention.interface import attending
+from attnrl.attention.decoder import remembers, rope_limit, vocabulary_of
 from attnrl.attention.pages import LayerShape
+from attnrl.attention.paths import HALF_ROUNDING, ROUNDING, check_attention
 from attnrl.backend import check_requests
 from attnrl.errors import ConfigError
 from attnrl.local.batch import PagedBatch
 from attnrl.local.draw import check_sampling
 from attnrl.local.forward import ProbeAttention, Setup, sampling_mode
+from attnrl.local.memory import Memory, logits
 from attnrl.local.rows import RowTable
 from attnrl.local.slots import SlotBatch
 from attnrl.local.stats import SamplerStats
-from attnrl.types import Request, Rollout, Sampling
+from attnrl.scoring import score
+from attnrl.types import Request, Rollout, Sampling, ScoreRequest, as_ids
 
 ROWS = {"cpu": 256, "cuda": 1024}  # most requests that run at once, where nothing else is said
 POSITIONS = "the model's max_position_embeddings = {}: lower sampling.max_response_tokens"
+TRIED = 24  # tokens of a context, and drawn after it, on which a model that remembers is tried
 ROPE = "{}, where the model's rotary embedding changes for a whole batch: lower sampling.max_response_tokens"
 
 
@@ -56,9 +59,9 @@ class Sampler:
 
     `rows`: most requests that run at once (default 256 on CPU, 1024 on CUDA), fewer where `cache_bytes` (default 4
     GiB on CPU, half the free memory on CUDA) would not hold them at full length. `paged`: keys and values in pages
-    (default: on CUDA). With pages, `check_every` decode steps lie between two looks for finished rows (default 16 on
-    CUDA, 1 on CPU): a row that has ended runs on for one or two looks, and while the device draws, the host prepares
-    what comes after the next one. `cuda_graphs` replays the steps (default: on CUDA).
+    (default: on CUDA; never for a model that remembers). With pages, `check_every` decode steps lie between two looks
+    for finished rows (default 16 on CUDA, 1 on CPU): a row that has ended runs on for one or two looks, and while the
+    device draws, the host prepares what comes after the next one. `cuda_graphs` replays the steps (default: on CUDA).
     None of these changes what is drawn. Cache and graphs are kept between calls; `close()` frees them.
     """
 
@@ -76,6 +79,7 @@ class Sampler:
     ) -> None:
         parameter = next(model.parameters())
         self.model = model
+        self._lost = f"{type(model).__name__} keeps what it remembers where the local sampler does not find it"
         self.device: torch.device = parameter.device
         cuda = self.device.type == "cuda"
         self.vocabulary = vocabulary_of(model)
@@ -90,9 +94,15 @@ class Sampler:
         self.stats = SamplerStats()
         self._shared_tokens = self._context_tokens = 0  # since the last call of `metrics`
         graphs = cuda if cuda_graphs is None else cuda_graphs
-        shapes, stops_V = self._probe_model(), self._stop_table(stop_ids)
-        setup = Setup(model, *shapes, stops_V, self.rows, prefill, cache_bytes, look, graphs)
-        self.batch: Batch = PagedBatch(setup) if (cuda if paged is None else paged) else SlotBatch(setup)
+        alone = remembers(model)
+        memory = Memory(model) if alone else None
+        shapes, stops_V = self._probe_model(memory), self._stop_table(stop_ids)
+        state_bytes = 0 if memory is None else memory.nbytes
+        setup = Setup(model, *shapes, stops_V, self.rows, prefill, cache_bytes, look, graphs, state_bytes)
+        in_pages = (cuda if paged is None else paged) and not alone
+        self.batch: Batch = PagedBatch(setup) if in_pages else SlotBatch(setup)
+        if alone:
+            self._check_states()
 
     def metrics(self) -> dict[str, float]:
         """generate/shared_context: share of context tokens that another request had already run over, since the last
@@ -117,7 +127,7 @@ class Sampler:
         """One rollout per request, in order, marked with the policy version."""
         check_sampling(sampling)
         positions = getattr(self.model.config, "max_position_embeddings", None)
-        check_requests(requests, self.vocabulary, {POSITIONS: positions, ROPE: lone_from(self.model)})
+        check_requests(requests, self.vocabulary, {POSITIONS: positions, ROPE: rope_limit(self.model)})
         self.stats = stats = SamplerStats(requests=len(requests))
         if not requests:
             return []
@@ -149,10 +159,31 @@ class Sampler:
             table[stop] = True
         return table
 
-    def _probe_model(self) -> tuple[tuple[LayerShape, ...], torch.dtype]:
+    def _probe_model(self, memory: Memory | None) -> tuple[tuple[LayerShape, ...], torch.dtype]:
         """Shapes and dtype of the cache, from one forward over one token; raises where the model cannot be cached."""
+        check_attention(self.model)
         probe = ProbeAttention()
-        with sampling_mode(self.model), attending(self.model, probe):
+        with sampling_mode(self.model):
             one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            self.model(input_ids=one, position_ids=one, use_cache=False)
+            try:
+                logits(self.model, probe, memory, input_ids=one, position_ids=one)
+            except ValueError as error:
+                if memory is None or isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(f"{self._lost}: {error}") from error
+        if memory is not None and not memory.nbytes:
+            raise ConfigError(self._lost)
         return probe.layers(), probe.dtype
+
+    def _check_states(self) -> None:
+        """Raises where a model that remembers draws by other log-probs than it has: where it keeps its states, and in
+        which order its rows are, only its own code knows.
+        """
+        context = np.arange(TRIED) * 7919 % self.vocabulary
+        requests = [Request(as_ids(context[: TRIED // n]), max_tokens=TRIED // n, seed=n) for n in (1, 1, 2, 3)]
+        rollouts = self.generate(requests, Sampling(), version=0)
+        asked = [ScoreRequest(r.context, x.ids, ()) for r, x in zip(requests, rollouts, strict=True)]
+        scores = score(self.model, asked, fci=False)
+        gaps = [np.abs(x.logprobs - s.logprobs).mean() for x, s in zip(rollouts, scores, strict=True)]
+        if max(gaps) > ROUNDING.get(self.model.dtype, HALF_ROUNDING):
+            raise ConfigError(f"{self._lost}: log-probs of drawn tokens are wrong by {max(gaps):.3g} nats")

@@ -1,7 +1,8 @@
-"""Running rows that own equal slots of one cache: what the sampler uses on a CPU.
+"""Running rows that own equal slots of one cache: what the sampler uses on a CPU, and for models that remember.
 
 A row's keys and values are one run of memory, so attention needs no gathering; every row pays for the longest. A look
-at the device costs nothing here, so there is one after every step. On CUDA devices `batch.py` takes its place.
+at the device costs nothing here, so there is one after every step. On CUDA devices `batch.py` takes its place, but not
+for models that remember: their states lie here beside keys and values (`memory.py`).
 
 Shapes: R rows of the step, V vocabulary.
 """
@@ -10,17 +11,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
+from itertools import takewhile
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attnrl.attention.interface import attending
-from attnrl.attention.pages import bytes_per_token
+from attnrl.attention.pages import Ints, bytes_per_token
 from attnrl.attention.slots import Blocks, DecodeAttention, KVCache, row_blocks
 from attnrl.attention.trie import sorted_rows
 from attnrl.local.draw import draw, uniforms
 from attnrl.local.forward import Setup
+from attnrl.local.memory import Memory, logits
 from attnrl.local.prefill import Carry, prefill
 from attnrl.local.rows import RowTable
 from attnrl.local.stats import SamplerStats, length_bucket
@@ -41,13 +44,18 @@ class SlotBatch:
         self.table = RowTable([], 0, setup.stops_V)
         self.stats = SamplerStats()
         self._cache: KVCache | None = None
+        self._memory: Memory | None = None  # of the running rows
         self._requests: Sequence[Request] = ()
         self._carry: Carry | None = None
         self._longest = 0
         self._state_4R = torch.zeros(4, 0, dtype=torch.int64, device=self.device)
+        default = torch.cuda.mem_get_info(self.device)[0] // 2 if self.device.type == "cuda" else 4 << 30
+        self._budget: int = default if setup.cache_bytes is None else setup.cache_bytes
 
     def rest(self) -> None:
-        """The learner works next: the cache is as large as the rows were long, and stays."""
+        """The learner works next: the cache is as large as the rows were long, and stays on a CPU."""
+        if self.device.type == "cuda":
+            self.release()
 
     def release(self) -> None:
         """Frees the cache."""
@@ -66,7 +74,7 @@ class SlotBatch:
 
     def close(self) -> None:
         """Ends a call."""
-        self._requests, self._carry = (), None
+        self._requests, self._carry, self._memory = (), None, None
 
     def busy(self) -> bool:
         """Whether some request has not ended."""
@@ -85,7 +93,10 @@ class SlotBatch:
         begin = time.perf_counter()
         table = self.table
         contexts = [as_ids(self._requests[i].context) for i in candidates]
-        done = prefill(self.model, contexts, self._carry, self.setup.prefill_tokens, self.device)
+        memory = Memory(self.model) if self.setup.state_bytes else None
+        if memory is not None:
+            contexts = list(takewhile(partial(np.array_equal, contexts[0]), contexts))
+        done = prefill(self.model, contexts, self._carry, self.setup.prefill_tokens, self.device, memory)
         taken = len(done.trie.paths)
         chosen = np.array(candidates[:taken], np.int64)
         streams = torch.from_numpy(table.streams[chosen]).to(self.device)
@@ -101,9 +112,15 @@ class SlotBatch:
             cache = self._cache_for(int(lengths.max()) + 1)
             positions = np.concatenate([np.arange(n) for n in lengths])
             cache.fill(np.repeat(rows, lengths), positions, np.concatenate(paths), done.keys, done.values)
+            if memory is not None:
+                memory.take(np.zeros_like(rows))
+                if self._memory is None:
+                    self._memory = memory
+                else:
+                    self._memory.append(memory)
             self._tidy(cache)
             self._place()
-        self._carry = done.carry
+        self._carry = done.carry if memory is None else None
         self.stats.add_prefill(done.trie)
         self.stats.prefill_seconds += time.perf_counter() - begin
         return taken
@@ -121,17 +138,15 @@ class SlotBatch:
         ended = table.advance(ids_R.cpu().numpy()[:, None], logprobs_R.cpu().numpy()[:, None])
         if ended.any():
             source, target = table.remove(ended)
-            if len(source):
-                cache.move(source, target, int(table.length[: table.count].max()))
+            self._move(cache, source, target)
             self._place()
 
     def _step(self, cache: KVCache, blocks: Blocks, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """One token for each row and its log-prob, [R] each."""
         tokens_R, lengths_R, streams_R, drawn_R = self._state_4R[:, : self.table.count]
-        with attending(self.model, DecodeAttention(cache, lengths_R, blocks)):
-            logits_R1V: Tensor = self.model(
-                input_ids=tokens_R[:, None], position_ids=lengths_R[:, None], use_cache=False
-            ).logits
+        attention = DecodeAttention(cache, lengths_R, blocks)
+        given = {"input_ids": tokens_R[:, None], "position_ids": lengths_R[:, None]}
+        logits_R1V = logits(self.model, attention, self._memory, **given)
         ids_R, logprobs_R = draw(logits_R1V[:, -1], uniforms(streams_R, drawn_R), sampling)
         tokens_R.copy_(ids_R)
         self._state_4R[1::2, : self.table.count].add_(1)  # position and count
@@ -151,8 +166,17 @@ class SlotBatch:
         now, tidied = (sum((b - a) * span for a, b, span in blocks) for blocks in pairs)
         if now > 1.2 * tidied:
             moved = np.flatnonzero(order != np.arange(self.table.count))
-            cache.move(order[moved], moved, int(lengths.max()))
+            self._move(cache, order[moved], moved)
             self.table.move(order[moved], moved)
+
+    def _move(self, cache: KVCache, source: Ints, target: Ints) -> None:
+        """What the rows keep follows them from `source` to `target`; of rows beyond the running ones nothing stays."""
+        rows = np.arange(self.table.count)
+        rows[target] = source
+        if len(source):
+            cache.move(source, target, int(self.table.length[: self.table.count].max()))
+        if self._memory is not None:
+            self._memory.take(rows)
 
     def _place(self) -> None:
         """Sets the device's state from the host's."""
@@ -173,12 +197,11 @@ class SlotBatch:
         if cache is not self._cache:
             self._use(cache)
             self._place()
-        self.stats.cache_bytes = cache.nbytes
+        self.stats.cache_bytes = cache.nbytes + self.stats.rows * self.setup.state_bytes
         return cache
 
     def _rows_for(self, requests: int) -> int:
         """How many rows may run at once: each must have room for the longest request."""
         per_row = length_bucket(self._longest + 1) * bytes_per_token(self.setup.layers, self.setup.dtype)
-        budget = 4 << 30 if self.setup.cache_bytes is None else self.setup.cache_bytes
-        fitting = max(1, budget // per_row)
+        fitting = max(1, self._budget // (per_row + self.setup.state_bytes))
         return min(requests, self.setup.rows, fitting)
