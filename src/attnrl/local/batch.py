@@ -143,12 +143,7 @@ class PagedBatch:
         most = min(together, sum(map(pages_for, sizes[:rows])))
         need = most + rows + longest + 2  # `_fitting` asks for a page to grow
         pool = self.pool
-        budget = self.setup.cache_bytes
-        if budget is None and self.device.type == "cuda":
-            own = 0 if pool is None else pool.pages * pool.page_bytes
-            kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            budget = (torch.cuda.mem_get_info(self.device)[0] + kept + own) // 2
-        fitting = (4 << 30 if budget is None else budget) // per_page
+        fitting = self.setup.budget(0 if pool is None else pool.pages * pool.page_bytes) // per_page
         least = longest + 3
         enough = max(least, need if need <= fitting else fitting * 9 // 10)
         if pool is None or pool.pages < enough:

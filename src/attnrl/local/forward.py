@@ -61,6 +61,15 @@ class Setup:
         device: torch.device = next(self.model.parameters()).device
         return device
 
+    def budget(self, held: int) -> int:
+        """Bytes that a cache may take that holds so many now: by default 4 GiB on CPU, half of what is free on CUDA."""
+        if self.cache_bytes is not None:
+            return self.cache_bytes
+        if self.device.type != "cuda":
+            return 4 << 30
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return int(torch.cuda.mem_get_info(self.device)[0] + kept + held) // 2
+
 
 class ProbeAttention:
     """Learns the layers' shapes and dtype from one forward over one token."""

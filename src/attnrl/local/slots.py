@@ -49,8 +49,6 @@ class SlotBatch:
         self._carry: Carry | None = None
         self._longest = 0
         self._state_4R = torch.zeros(4, 0, dtype=torch.int64, device=self.device)
-        default = torch.cuda.mem_get_info(self.device)[0] // 2 if self.device.type == "cuda" else 4 << 30
-        self._budget: int = default if setup.cache_bytes is None else setup.cache_bytes
 
     def rest(self) -> None:
         """The learner works next: the cache is as large as the rows were long, and stays on a CPU."""
@@ -203,5 +201,6 @@ class SlotBatch:
     def _rows_for(self, requests: int) -> int:
         """How many rows may run at once: each must have room for the longest request."""
         per_row = length_bucket(self._longest + 1) * bytes_per_token(self.setup.layers, self.setup.dtype)
-        fitting = max(1, self._budget // (per_row + self.setup.state_bytes))
+        budget = self.setup.budget(0 if self._cache is None else self._cache.nbytes)
+        fitting = max(1, budget // (per_row + self.setup.state_bytes))
         return min(requests, self.setup.rows, fitting)
