@@ -73,6 +73,11 @@ def test_evaluation_counts_for_the_longest_sequence():
 
 
 def test_what_the_engine_does_not_do_is_refused():
+    class Hybrid:
+        text_config = type("Text", (), {"layer_types": ["linear_attention", "full_attention"]})
+
+    with pytest.raises(ConfigError, match=r"the layers of Hybrid carry a state .* use engine local"):
+        settings.check(load_config("", {}), Hybrid(), learn=True)
     with pytest.raises(ConfigError, match="lora_rank"):
         settings.check(load_config("", {"model.lora_rank": 8}), Llama(), learn=True)
     with pytest.raises(ConfigError, match=r'optimizer = "adamw_8bit" is of engine local.*optimizer_offload=True'):

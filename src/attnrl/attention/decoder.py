@@ -83,12 +83,16 @@ def check_model(model: nn.Module) -> list[Any]:
     return configs
 
 
+def recurrent(config: Any) -> bool:
+    """Whether a Hugging Face config names layers that carry a state from token to token."""
+    return bool((_kinds(config) | _kinds(getattr(config, "text_config", None))) & RECURRENT)
+
+
 def remembers(model: nn.Module) -> bool:
     """Whether some layer carries a state from token to token (recurrent, state space, convolution), which no mask
     keeps within a sequence: each needs a forward of its own.
     """
-    stateful = bool(getattr(model, "_is_stateful", False))
-    return stateful or any(_kinds(config) & RECURRENT for config in _configs(model))
+    return bool(getattr(model, "_is_stateful", False)) or any(map(recurrent, _configs(model)))
 
 
 def lone_from(model: nn.Module) -> int | None:

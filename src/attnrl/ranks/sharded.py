@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from attnrl import scoring
-from attnrl.attention.decoder import check_model, lone_from
+from attnrl.attention.decoder import lone_from
 from attnrl.attention.head import check_head
+from attnrl.attention.paths import check_attention
 from attnrl.attention.trie import bins_by_budget
 from attnrl.policy.logprobs import pack_attention
 from attnrl.policy.metrics import UpdateMetrics
@@ -64,11 +65,12 @@ def decay_matrices_alone(optimizer: Any) -> None:
 
 
 def prepare(module: Any, *, check: bool = True) -> None:
-    """Once, on every rank and outside of any attention of ours: check the head, then take FSDP2's hooks from it and let
-    `inside` count as a forward. Of a head that is sharded apart from the root, as verl has it, each call would be a
-    collective, and ranks run it over different numbers of chunks, in backward too."""
+    """Once, on every rank and outside of any attention of ours: check attention and head, then take FSDP2's hooks from
+    the head and let `inside` count as a forward. Of a head that is sharded apart from the root, as verl has it, each
+    call would be a collective, and ranks run it over different numbers of chunks, in backward too."""
     if check:
         module.set_reshard_after_forward(False, recurse=False)  # the check calls root and head apart
+        check_attention(module)
         check_head(module)
         module.reshard()
     head = module.get_output_embeddings()
@@ -215,7 +217,6 @@ class Rank:
 
 def make_rank(policy: Policy, reference: Policy | None, passes: Passes, device: torch.device, sync: Sync) -> Rank:
     """This rank over a policy as an engine built it: checked, prepared, and with the local engine's weight decay."""
-    check_model(policy.module)
     with policy.eval_mode():
         prepare(policy.module)
     if reference is not None:  # the same model; its weights may lie in host memory

@@ -9,6 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from attnrl.attention.decoder import recurrent
 from attnrl.config import Config
 from attnrl.errors import ConfigError, MissingExtraError, MissingFileError, reading
 from attnrl.ranks.weights import check_shards
@@ -45,6 +46,11 @@ def max_tokens(config: Config, *, learn: bool) -> int:
 
 def check(config: Config, model_config: Any, *, learn: bool) -> None:
     """Raise where the engine cannot run the config. `model_config`: of transformers."""
+    if recurrent(model_config):
+        raise ConfigError(
+            f"engine verl packs sequences, and the layers of {type(model_config).__name__} carry a state from each "
+            "token to the next, which would mix them: use engine local"
+        )
     if config.model.lora_rank:
         raise ConfigError("engine verl trains full weights only: set model.lora_rank to 0, or use engine local")
     if config.update.optimizer != "adamw":
