@@ -1,0 +1,116 @@
+"""States follow their rows; runs of models that remember, whole and resumed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+import attnrl
+from attnrl.local.memory import Memory
+from attnrl.local.models import load_weights
+from attnrl.local.sampler import Sampler
+from attnrl.types import Request, Sampling, as_ids
+from tiny_llama import make_model
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from families import BASE, FAMILIES, tiny
+
+SMALL = {
+    "data.train_tasks": 60, "algo.prompts": 2, "algo.max_prompts": 4, "algo.group": 2, "algo.delta": 1,
+    "algo.segmenter": "every_n_tokens", "algo.segmenter_options": {"tokens": 4}, "reward": "parity:even",
+    "evaluation.every": 0, "sampling.max_response_tokens": 24, "run.iterations": 2, "run.checkpoint_every": 1,
+    "engine.local.device": "cpu", "update.lr": 1e-3,
+}  # fmt: skip
+
+
+def filled(model: object, ids: list[list[int]]) -> Memory:
+    memory = Memory(model)  # type: ignore[arg-type]
+    with torch.no_grad():
+        model(input_ids=torch.tensor(ids), past_key_values=memory, use_cache=True)  # type: ignore[operator]
+    return memory
+
+
+def test_states_are_taken_and_appended_row_by_row() -> None:
+    model = tiny("qwen3_5_text")
+    rows = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
+    memory, last = filled(model, rows[:2]), filled(model, rows[2:])
+    assert memory.nbytes == 2 * last.nbytes > 0
+    memory.append(last)
+    memory.take(np.array([2, 0, 2]))
+    want = filled(model, [rows[2], rows[0], rows[2]])
+    pairs = list(zip(memory.states(), want.states(), strict=True))
+    assert len(pairs) == 6  # a window of the convolution and a state, in three of four layers
+    for (states, index), (others, _) in pairs:
+        torch.testing.assert_close(states[index], others[index])
+
+
+def test_contexts_that_are_alike_run_once_and_others_share_nothing() -> None:
+    sampler = Sampler(tiny("lfm2"), stop_ids=[2], rows=4)
+    contexts = [[5, 6, 7], [5, 6, 7], [5, 6, 8], [5, 6]]
+    requests = [Request(as_ids(context), max_tokens=4, seed=i) for i, context in enumerate(contexts)]
+    sampler.generate(requests, Sampling(), version=0)
+    assert (sampler.stats.prefilled_tokens, sampler.stats.saved_tokens, sampler.stats.prefills) == (8, 3, 3)
+
+
+def test_rows_have_room_for_their_states() -> None:
+    model = tiny("qwen3_5_text")
+    request = Request(as_ids([5, 6, 7]), max_tokens=4, seed=0)
+    sampler = Sampler(model, stop_ids=[2], cache_bytes=100_000)
+    sampler.generate([request] * 9, Sampling(), version=0)
+    per_row = 128 * 2 * 2 * 8 * 4 + filled(model, [[5]]).nbytes  # 128 positions of keys and values of two heads of 8
+    assert sampler.stats.rows == 100_000 // per_row
+
+
+def test_a_checkpoint_with_a_vision_tower_is_read_as_text(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+    tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    text = {**BASE, **FAMILIES["qwen3_5_text"], "rope_parameters": rope}
+    torch.manual_seed(0)
+    whole = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=tower)).float().eval()
+    whole.save_pretrained(tmp_path)
+    model, ids = load_weights(tmp_path, device="cpu"), torch.arange(30)[None]
+    assert model.config.model_type == "qwen3_5_text"
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, whole(input_ids=ids).logits)
+    Sampler(model, stop_ids=[2])
+
+
+LORA = {"model.lora_rank": 4, "model.lora_targets": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "more"), [("qwen3_5_text", {}), ("lfm2", {"update.kl_weight": 0.01}), ("nemotron_h", LORA)]
+)
+def test_runs_are_trained_checked_and_resumed(
+    family: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "parity.py").write_text("def even(attempts):\n    return [a.tokens % 2 == 0 for a in attempts]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = make_model(tmp_path / "model")
+    sizes = {"vocab_size": 256, "max_position_embeddings": 1024, "eos_token_id": 1, "bos_token_id": 2}
+    tiny(family, **sizes).save_pretrained(path)
+    config = {**SMALL, **more, "model.path": str(path)}
+    said: list[str] = []
+    attnrl.train("demo", tmp_path / "whole", overrides=config, say=said.append)
+    attnrl.train("demo", tmp_path / "half", overrides={**config, "run.iterations": 1}, say=said.append)
+    attnrl.train(run_dir=tmp_path / "half", resume=True, overrides={"run.iterations": 2}, say=said.append)
+    whole, half = (load_file(last_model(tmp_path / name)) for name in ("whole", "half"))
+    start = load_file(path / "model.safetensors")
+    assert all(torch.equal(whole[name], half[name]) for name in whole)
+    assert max(float((whole[name] - start[name]).abs().max()) for name in start) > 1e-4
+    found = {finding.about: finding for finding in attnrl.check("demo", overrides=config)}
+    assert (found["agreement"].level, found["update"].level) == ("ok", "ok"), found["agreement"]
+
+
+def last_model(run: Path) -> Path:
+    """The weights of the run's last checkpoint."""
+    return sorted(run.glob("checkpoints/*/**/model/model.safetensors"))[-1]
