@@ -54,6 +54,7 @@ def test_states_are_taken_and_appended_row_by_row() -> None:
 
 def test_contexts_that_are_alike_run_once_and_others_share_nothing() -> None:
     sampler = Sampler(tiny("lfm2"), stop_ids=[2], rows=4)
+    assert (sampler.metrics(), sampler.stats.requests) == ({"generate/shared_context": 0.0}, 0)  # what it tried is gone
     contexts = [[5, 6, 7], [5, 6, 7], [5, 6, 8], [5, 6]]
     requests = [Request(as_ids(context), max_tokens=4, seed=i) for i, context in enumerate(contexts)]
     sampler.generate(requests, Sampling(), version=0)

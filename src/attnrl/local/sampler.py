@@ -179,11 +179,15 @@ class Sampler:
         """Raises where a model that remembers draws by other log-probs than it has: where it keeps its states, and in
         which order its rows are, only its own code knows.
         """
-        context = np.arange(TRIED) * 7919 % self.vocabulary
-        requests = [Request(as_ids(context[: TRIED // n]), max_tokens=TRIED // n, seed=n) for n in (1, 1, 2, 3)]
+        count = min(TRIED, (getattr(self.model.config, "max_position_embeddings", None) or 2 * TRIED) // 2)
+        context = as_ids(np.arange(count) * 7919 % self.vocabulary)
+        requests = [Request(context[: count // n], max_tokens=count // n, seed=n) for n in (1, 1, 2, 3)]
         rollouts = self.generate(requests, Sampling(), version=0)
         asked = [ScoreRequest(r.context, x.ids, ()) for r, x in zip(requests, rollouts, strict=True)]
         scores = score(self.model, asked, fci=False)
         gaps = [np.abs(x.logprobs - s.logprobs).mean() for x, s in zip(rollouts, scores, strict=True)]
         if max(gaps) > ROUNDING.get(self.model.dtype, HALF_ROUNDING):
             raise ConfigError(f"{self._lost}: log-probs of drawn tokens are wrong by {max(gaps):.3g} nats")
+        self.close()
+        self.metrics()
+        self.stats = SamplerStats()
