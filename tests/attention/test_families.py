@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from attnrl.attention.decoder import lone_from, remembers
-from attnrl.attention.paths import can_share, packed_attention
+from attnrl.attention.decoder import attending_layers, lone_from, remembers
+from attnrl.attention.interface import Layer, attending
+from attnrl.attention.paths import PathAttention, can_share, packed_attention
+from attnrl.attention.trie import apart
 from attnrl.errors import ConfigError
 from attnrl.local.fused import decoder_layers
 from attnrl.local.memory import Memory
@@ -46,6 +49,20 @@ def test_no_pack_no_shared_prefix_no_fused_forward(family: str) -> None:
     assert decoder_layers(model.base_model) is None
     with pytest.raises(ConfigError, match="6 tokens cannot share a pack: this model's layers carry a state"):
         packed_attention(model, [5, 6]).__enter__()
+
+
+@pytest.mark.parametrize("family", [f for f in REMEMBERING if not f.startswith("zamba")])  # theirs have no number
+def test_the_layers_that_attend_are_known(family: str) -> None:
+    model, seen = tiny(family), []
+
+    class Watched(PathAttention):
+        def attend(self, layer: Layer, *args: Any) -> Any:
+            seen.append(layer.index)
+            return super().attend(layer, *args)
+
+    with attending(model, Watched(apart([5]))):
+        model(input_ids=torch.arange(5)[None], use_cache=False)
+    assert seen == attending_layers(model.config)
 
 
 @pytest.mark.parametrize("family", ["minimax", "recurrent_gemma"])

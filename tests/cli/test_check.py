@@ -297,7 +297,7 @@ def test_parts_that_leave_nothing_to_learn_from_are_worth_a_look(own):
     assert "0 prompts kept and 7 dropped, 0 branch points, 0 samples with signal" in parts.said
 
 
-SHAPE = Shape(1000, 1000, layers=2, width=8, heads=4, kv_heads=2, head_size=2, inner=16, vocabulary=10)
+SHAPE = Shape(1000, 1000, layers=2, attending=2, width=8, heads=4, kv_heads=2, head_size=2, inner=16, vocabulary=10)
 TINY = {
     "data.max_prompt_tokens": 4,
     "sampling.max_response_tokens": 16,

@@ -11,11 +11,12 @@ from torch import nn
 
 from attnrl.errors import ConfigError, MissingFileError
 
-# What configs call their layers. The second kind has no attention, the third carries a state from token to token,
-# beside attention (hybrid) or in its place.
+# What configs call their layers: the second kind does both, the third carries a state from token to token instead of
+# attending, the last neither.
 ATTENTION = {"full_attention", "sliding_attention", "attention"}
+HYBRID = {"hybrid", "hybrid_sliding"}
+RECURRENT = {"linear_attention", "conv", "mamba", "mamba2", "recurrent"}
 STATELESS = {"mlp", "moe"}
-RECURRENT = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"}
 
 
 def read_config(name: str) -> Any:
@@ -75,7 +76,7 @@ def check_model(model: nn.Module) -> list[Any]:
     """The model's config objects; raises where one names layers that are none we know."""
     configs = _configs(model)
     for config in configs:
-        odd = _kinds(config) - ATTENTION - STATELESS - RECURRENT
+        odd = _kinds(config) - ATTENTION - HYBRID - RECURRENT - STATELESS
         if odd:
             raise ConfigError(
                 f"{type(config).__name__} has layers of type {', '.join(sorted(odd))}: packed sequences would mix there"
@@ -85,7 +86,7 @@ def check_model(model: nn.Module) -> list[Any]:
 
 def recurrent(config: Any) -> bool:
     """Whether a Hugging Face config names layers that carry a state from token to token."""
-    return bool((_kinds(config) | _kinds(getattr(config, "text_config", None))) & RECURRENT)
+    return bool((_kinds(config) | _kinds(getattr(config, "text_config", None))) & (HYBRID | RECURRENT))
 
 
 def remembers(model: nn.Module) -> bool:
@@ -93,6 +94,13 @@ def remembers(model: nn.Module) -> bool:
     keeps within a sequence: each needs a forward of its own.
     """
     return bool(getattr(model, "_is_stateful", False)) or any(map(recurrent, _configs(model)))
+
+
+def attending_layers(config: Any) -> list[int]:
+    """Which layers attend, by a Hugging Face config; all where it does not tell their kinds."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["attention"] * text.num_hidden_layers
+    return [index for index, kind in enumerate(kinds) if kind in ATTENTION | HYBRID]
 
 
 def lone_from(model: nn.Module) -> int | None:

@@ -23,6 +23,7 @@ class Shape:
     weights: int
     trained: int  # weights that are trained: all of them, or those of the adapters
     layers: int
+    attending: int  # of these layers
     width: int
     heads: int
     kv_heads: int
@@ -36,7 +37,7 @@ def shape_of(model: Any, options: ModelConfig) -> Shape:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from attnrl.attention.decoder import read_config
+    from attnrl.attention.decoder import attending_layers, read_config
     from attnrl.local.models import lora_layers
 
     config = read_config(model) if isinstance(model, str) else model
@@ -52,6 +53,7 @@ def shape_of(model: Any, options: ModelConfig) -> Shape:
         weights=weights,
         trained=trained,
         layers=text.num_hidden_layers,
+        attending=len(attending_layers(config)),
         width=text.hidden_size,
         heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
@@ -88,7 +90,7 @@ def host_memory(shape: Shape, config: Config) -> int:
 
 def cache_bytes(shape: Shape, weight_bytes: int) -> int:
     """Keys and values of one token."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_size * weight_bytes
+    return 2 * shape.attending * shape.kv_heads * shape.head_size * weight_bytes
 
 
 def activations(shape: Shape, config: Config, *, weight_bytes: int) -> int:

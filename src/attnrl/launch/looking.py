@@ -35,6 +35,7 @@ def head_maps(
 
 def head_map(weights: Any, request: ScoreRequest, scores: Scores, scoring: Scoring) -> HeadMap | None:
     """The step-to-step attention of the head that decides most steps; None where no step scores."""
+    from attnrl.attention.decoder import attending_layers
     from attnrl.scoring import fci
     from attnrl.scoring.step_attention import deciding_head, step_attention
 
@@ -44,5 +45,6 @@ def head_map(weights: Any, request: ScoreRequest, scores: Scores, scoring: Scori
     spans = [(lead + step.start, lead + step.stop) for step in request.steps]
     ids = np.concatenate([request.prompt, request.response])
     heads = fci(weights, ids, spans, delta=scoring.delta, key_reduce=scoring.key_reduce, reduce="none")
-    layer, head = deciding_head(heads)
-    return HeadMap(layer, head, step_attention(weights, ids, spans, layer=layer, head=head))
+    nth, head = deciding_head(heads)
+    alpha_SS = step_attention(weights, ids, spans, layer=nth, head=head)
+    return HeadMap(attending_layers(weights.config)[nth], head, alpha_SS)

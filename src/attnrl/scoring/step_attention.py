@@ -77,7 +77,10 @@ def step_means(
 def step_attention(
     model: torch.nn.Module, input_ids: Any, spans: Sequence[tuple[int, int]], *, layer: int, head: int
 ) -> NDArray[np.float32]:
-    """[S, S] attention of step j (row) to step k (column) under one head of any Hugging Face decoder; 0 for later k."""
+    """[S, S] attention of step j (row) to step k (column) under one head of any Hugging Face decoder; 0 for later k.
+
+    `layer` is counted among those that attend.
+    """
     ids = np.asarray(input_ids)
     collected = HeadAttention(spans, layer, head)
     run_body(model, ids, [len(ids)], collected)
