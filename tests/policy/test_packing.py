@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attnrl.attention.trie import bins_by_budget
-from attnrl.policy.packing import input_length, pack
+from attnrl.policy.packing import input_length, microbatches, pack
 from attnrl.types import Sample, as_floats, as_ids
 
 
@@ -46,6 +47,14 @@ def test_bins_partition_within_budget(lengths: list[int], budget: int) -> None:
     # first fit: no two bins could be one
     totals = [sum(lengths[i] for i in b) for b in bins]
     assert all(a + b > budget for i, a in enumerate(totals) for b in totals[i + 1 :])
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_what_must_not_share_a_pack_is_apart(share: bool) -> None:
+    samples = [sample([1, 2], [3] * n) for n in (2, 9, 3, 8)]
+    assert sorted(microbatches(samples, range(4), 99, share=share, lone=5)) == [[1], [2, 0], [3]]
+    assert sorted(microbatches(samples, range(4), 99, share=share, lone=0)) == [[0], [1], [2], [3]]
+    assert len(microbatches(samples, range(4), 99, share=share, lone=10)) == 1
 
 
 def test_predictions_of_shared_tokens_are_made_once() -> None:

@@ -54,7 +54,7 @@ class Memory(DynamicCache):  # type: ignore[misc]  # transformers has no types f
 
 
 class InOrder:
-    """A plan that numbers attention layers in the order they run: layers without attention have no number."""
+    """A plan that numbers attention layers in the order they run, since not every layer has attention of its own."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         self.plan, self.calls = plan, 0

@@ -73,10 +73,11 @@ def microbatches(
     """The samples `rows` in microbatches of at most `budget` tokens to run over, those that share a prefix together
     where it is to be run over once. A sample longer than the budget, or than `lone`, has one of its own.
     """
-    if share:
+    lengths = [input_length(samples[row]) for row in rows]
+    if share and (lone is None or max(lengths, default=0) <= lone):
         bins = fill_shared_bins([input_ids(samples[row]) for row in rows], budget)
     else:
-        bins = bins_by_budget([input_length(samples[row]) for row in rows], budget, lone)
+        bins = bins_by_budget(lengths, budget, lone)
     return [[rows[i] for i in part] for part in bins]
 
 
