@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from fci_oracle import CONFIGS, longrope_model, of_family, tiny
+from fci_oracle import CONFIGS, longrope_model, tiny
 
 from attnrl.attention import interface, paths
 from attnrl.attention.decoder import lone_from

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnrl.attention.decoder import lone_from
+from attnrl.attention.decoder import rope_limit
 from attnrl.attention.layout import lay_out
 from attnrl.attention.pages import (
     PAGE,
@@ -70,7 +70,7 @@ class PagedBatch:
         self.waiting: list[int] = []
         self.table = RowTable([], 0, setup.stops_V)
         self.stats = SamplerStats()
-        limits = getattr(self.model.config, "max_position_embeddings", None), lone_from(self.model)
+        limits = getattr(self.model.config, "max_position_embeddings", None), rope_limit(self.model)
         self._last_position = min((n for n in limits if n is not None), default=1 << 40) - 1  # of rows that run on
         self._requests: Sequence[Request] = ()
         self._carry: _Carry | None = None
