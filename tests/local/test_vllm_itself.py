@@ -27,11 +27,12 @@ ENVIRONMENT = {
 
 DRAW = """
 import json
+import sys
 import warnings
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnrl.local.vllm_sampler import VllmSampler
 from attnrl.types import Request, Sampling, as_ids
@@ -40,7 +41,9 @@ STOP = 7
 torch.manual_seed(0)
 sizes = {"vocab_size": 160, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
 sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-model = LlamaForCausalLM(LlamaConfig(**sizes))
+states = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 32, "mamba_d_ssm": 256}
+more = {"falcon_h1": states | {"mamba_chunk_size": 64}, "llama": {}}[sys.argv[1]]
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model(sys.argv[1], **sizes, **more), dtype=torch.float32)
 rng = np.random.default_rng(0)
 shared = rng.integers(8, 150, size=40)  # more than a block of vLLM's prefix cache
 contexts = [shared[:30], shared, shared, *(rng.integers(8, 150, size=n) for n in (1, 9))]
@@ -85,9 +88,12 @@ print("FOUND", json.dumps(found), flush=True)
 """
 
 
-def test_log_probs_are_the_model_s_after_every_change_of_weights_and_after_a_new_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_log_probs_are_the_model_s_after_every_change_of_weights_and_after_a_new_engine(
+    family: str, tmp_path: Path
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", DRAW], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", DRAW, family], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
     lines = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, (done.stdout + done.stderr)[-3000:]

@@ -65,6 +65,14 @@ class Engine:
         return outputs
 
 
+@pytest.fixture(autouse=True)
+def untried(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The stand-in's log-probs are nobody's."""
+    own = VllmSampler._try
+    monkeypatch.setattr(VllmSampler, "_try", lambda sampler: None)
+    return own
+
+
 @pytest.fixture
 def library() -> Any:
     fresh = type("Fresh", (Engine,), {"built": [], "failures": iter(())})
@@ -161,6 +169,26 @@ def test_what_it_cannot_do_is_said_before_it_starts(model: Any, library: Any) ->
     with pytest.raises(ConfigError, match="request 1: 5 context tokens and max_tokens = 4 exceed the 8"):
         sampler.generate([REQUESTS[0], Request(as_ids([1, 2, 3, 4, 5]), 4, 1)], Sampling(), version=0)
     assert not library.LLM.built
+
+
+def test_log_probs_that_are_not_the_models_are_refused_at_the_first_call(
+    model: Any, library: Any, untried: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VllmSampler, "_try", untried)
+    set_weight(model, 7)
+    sampler = VllmSampler(model, stop_ids=[STOP], longest=64, library=library)
+    with pytest.raises(ConfigError, match=r"from LlamaForCausalLM by log-probs that differ by 3\.\d+ nats .* \"own\""):
+        sampler.generate(REQUESTS, Sampling(), version=0)
+
+
+def test_a_model_that_vllm_does_not_know_is_named(model: Any, library: Any) -> None:
+    def fails(**settings: Any) -> None:
+        raise ValueError("architectures ['LlamaForCausalLM'] are not supported")
+
+    library.LLM = fails
+    sampler = VllmSampler(model, stop_ids=[STOP], longest=64, library=library)
+    with pytest.raises(ConfigError, match=r"did not start with LlamaForCausalLM \(architectures .* \"own\""):
+        sampler.generate(REQUESTS, Sampling(), version=0)
 
 
 def test_a_missing_vllm_names_the_extra(model: Any) -> None:

@@ -31,12 +31,11 @@ from attnrl.local.memory import Memory, logits
 from attnrl.local.rows import RowTable
 from attnrl.local.slots import SlotBatch
 from attnrl.local.stats import SamplerStats
-from attnrl.scoring import score
-from attnrl.types import Request, Rollout, Sampling, ScoreRequest, as_ids
+from attnrl.local.trial import logprob_gaps
+from attnrl.types import Request, Rollout, Sampling
 
 ROWS = {"cpu": 256, "cuda": 1024}  # most requests that run at once, where nothing else is said
 POSITIONS = "the model's max_position_embeddings = {}: lower sampling.max_response_tokens"
-TRIED = 24  # tokens of a context, and drawn after it, on which a model that remembers is tried
 ROPE = "{}, where the model's rotary embedding changes for a whole batch: lower sampling.max_response_tokens"
 
 
@@ -179,15 +178,10 @@ class Sampler:
         """Raises where a model that remembers draws by other log-probs than it has: where it keeps its states, and in
         which order its rows are, only its own code knows.
         """
-        count = min(TRIED, (getattr(self.model.config, "max_position_embeddings", None) or 2 * TRIED) // 2)
-        context = as_ids(np.arange(count) * 7919 % self.vocabulary)
-        requests = [Request(context[: count // n], max_tokens=count // n, seed=n) for n in (1, 1, 2, 3)]
-        rollouts = self.generate(requests, Sampling(), version=0)
-        asked = [ScoreRequest(r.context, x.ids, ()) for r, x in zip(requests, rollouts, strict=True)]
-        scores = score(self.model, asked, fci=False)
-        gaps = [np.abs(x.logprobs - s.logprobs).mean() for x, s in zip(rollouts, scores, strict=True)]
-        if max(gaps) > ROUNDING.get(self.model.dtype, HALF_ROUNDING):
-            raise ConfigError(f"{self._lost}: log-probs of drawn tokens are wrong by {max(gaps):.3g} nats")
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        gap = max(logprob_gaps(self, self.model, longest))
+        if gap > ROUNDING.get(self.model.dtype, HALF_ROUNDING):
+            raise ConfigError(f"{self._lost}: log-probs of drawn tokens are wrong by {gap:.3g} nats")
         self.close()
         self.metrics()
         self.stats = SamplerStats()

@@ -10,6 +10,7 @@ repeated run draws other tokens. Supported: vLLM 0.26 to 0.32, one device, a mod
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib.metadata
 import os
@@ -24,16 +25,19 @@ from typing import Any
 import numpy as np
 
 from attnrl.attention.decoder import vocabulary_of
+from attnrl.attention.paths import HALF_ROUNDING, ROUNDING
 from attnrl.backend import check_requests
 from attnrl.errors import ConfigError, TrainingError
 from attnrl.local.draw import check_sampling
 from attnrl.local.models import is_lora
 from attnrl.local.stats import SamplerStats
+from attnrl.local.trial import logprob_gaps
 from attnrl.types import Finish, Request, Rollout, Sampling, as_floats, as_ids
 
 OLDEST, NEWEST = (0, 26), (0, 33)  # the versions whose interface this is: from, up to but not
 MEMORY = 0.45  # of the device, for vLLM's weights and cache: learner and reference need the rest
 TRIES = 2  # of one call: the second with a new engine
+FAR = 1.5  # times the gap of log-probs that rounding explains: vLLM rounds elsewhere than we do
 
 
 class VllmSampler:
@@ -61,6 +65,7 @@ class VllmSampler:
         self._library = library
         self._llm: Any = None
         self._folder = tempfile.TemporaryDirectory(prefix="attnrl_vllm_")
+        self._tried = False
         self._policy = 0  # counts the weights shown: the cache salt
         self._fresh = False  # the engine holds the model's weights as they are now
         self._asleep = False
@@ -74,6 +79,9 @@ class VllmSampler:
         self.stats = stats = SamplerStats(requests=len(requests), rows=self.rows)
         if not requests:
             return []
+        if not self._tried:
+            self._tried = True
+            self._try()
         begin = time.perf_counter()
         for attempt in range(TRIES):
             try:
@@ -91,6 +99,16 @@ class VllmSampler:
         stats.drawn_tokens = sum(len(rollout.ids) for rollout in rollouts)
         self._totals["generate/vllm_seconds"] += stats.seconds
         return rollouts
+
+    def _try(self) -> None:
+        """Raises where vLLM draws by other log-probs than the model has: of some it reads weights otherwise."""
+        gap = float(np.mean(logprob_gaps(self, self.model, self.longest)))
+        if gap > FAR * ROUNDING.get(self.model.dtype, HALF_ROUNDING):
+            name = type(self.model).__name__
+            raise ConfigError(
+                f"vLLM draws from {name} by log-probs that differ by {gap:.3g} nats from the model's own, in the mean: "
+                'set engine.local.sampler = "own"'
+            )
 
     def sync(self) -> None:
         """The weights have changed: the next call shows them to the engine."""
@@ -140,19 +158,25 @@ class VllmSampler:
 
             self._library = vllm
         folder = Path(self._folder.name)
-        self.model.config.save_pretrained(folder)
-        return self._library.LLM(
-            model=str(folder),
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."),
-            max_model_len=self.longest,
-            max_num_seqs=self.rows,
-            gpu_memory_utilization=MEMORY,
-            enable_prefix_caching=True,
-            enable_sleep_mode=self._sleeps,
-            logprobs_mode="processed_logprobs",  # of the distribution drawn from: temperature and cuts included
-        )
+        config = copy.deepcopy(self.model.config)
+        config.architectures = [type(self.model).__name__]  # else a guess, by which some become embedding models
+        config.save_pretrained(folder)
+        try:
+            return self._library.LLM(
+                model=str(folder),
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."),
+                max_model_len=self.longest,
+                max_num_seqs=self.rows,
+                gpu_memory_utilization=MEMORY,
+                enable_prefix_caching=True,
+                enable_sleep_mode=self._sleeps,
+                logprobs_mode="processed_logprobs",  # of the distribution drawn from: temperature and cuts included
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            name = type(self.model).__name__
+            raise ConfigError(f'vLLM did not start with {name} ({error}): set engine.local.sampler = "own"') from error
 
     def _run(self, requests: Sequence[Request], sampling: Sampling) -> list[Any]:
         salt = f"policy {self._policy}"
