@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnrl.attention.decoder import attending_layers, lone_from, remembers
 from attnrl.attention.interface import Layer, attending
@@ -22,7 +23,7 @@ from attnrl.scoring import fci
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from families import FAMILIES, GAPS, REMEMBERING, measure, table, tiny  # noqa: E402
+from families import BASE, FAMILIES, GAPS, REMEMBERING, measure, table, tiny  # noqa: E402
 
 ROUNDING = {"fci": 1e-5, "gradient": 1e-5, "draw": 1e-4}
 
@@ -67,13 +68,13 @@ def test_the_layers_that_attend_are_known(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["minimax", "recurrent_gemma"])
 def test_states_that_lie_elsewhere_are_refused(family: str) -> None:
-    with pytest.raises(ConfigError, match="keeps what it remembers where the local sampler does not find it"):
+    with pytest.raises(ConfigError, match=r"does not find what .* remembers: score it from Python"):
         Sampler(tiny(family), stop_ids=[2])
 
 
 def test_states_in_another_order_than_the_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = Memory.take
-    monkeypatch.setattr(Memory, "take", lambda memory, rows: take(memory, rows[::-1].copy()))
+    move = Memory.move
+    monkeypatch.setattr(Memory, "move", lambda memory, old, new, count: move(memory, old[:0], new[:0], count))
     with pytest.raises(ConfigError, match="log-probs of drawn tokens are wrong by"):
         Sampler(tiny("lfm2"), stop_ids=[2])
 
@@ -97,3 +98,20 @@ def test_attention_of_another_kind_is_refused() -> None:
     attention.forward = forward
     with pytest.raises(ConfigError, match="log-probs differ by"):
         fci(model, [5, 6, 7], [(1, 2), (2, 3)], delta=1)
+
+
+def test_a_body_without_a_head_is_tried_too() -> None:
+    model, steps = tiny("lfm2"), [(1, 4), (4, 8), (8, 12)]
+    ids = list(range(3, 15))
+    assert fci(model.base_model, ids, steps, delta=1).tolist() == fci(model, ids, steps, delta=1).tolist()
+
+
+@pytest.mark.parametrize("family", ["mpt", "phimoe"])
+def test_a_refusal_says_why(family: str) -> None:
+    """One whose forward breaks under our attention, and one whose window stands in its mask alone."""
+    of = {"mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2}, "phimoe": {"sliding_window": 11, "num_local_experts": 2}}
+    reason = {"mpt": "does not run with attnrl's attention", "phimoe": "hides its sliding window in the mask"}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**BASE, **of[family]})
+    with pytest.raises(ConfigError, match=reason[family]):
+        fci(AutoModelForCausalLM.from_config(config), [5, 6, 7], [(1, 2), (2, 3)], delta=1)

@@ -142,5 +142,9 @@ def _check_call(
         raise ConfigError("attnrl's attention has no dropout; set attention_dropout to 0 in the model's config")
     config: Any = module.config
     layer, layers = getattr(module, "layer_idx", None), getattr(config, "layer_types", None)
-    if layer is not None and layers and layers[layer] == "sliding_attention" and sliding_window is None:
+    window, most = getattr(config, "sliding_window", None), getattr(config, "max_position_embeddings", None)
+    slides = layer is not None and layers and layers[layer] == "sliding_attention"
+    if not layers and window and getattr(config, "use_sliding_window", True):
+        slides = most is None or window < most
+    if slides and sliding_window is None:
         raise ConfigError(f"{name} hides its sliding window in the mask, which attnrl's attention does not build")

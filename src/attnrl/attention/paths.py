@@ -272,11 +272,17 @@ def _try(model: nn.Module) -> None:
 
     def logprobs(ids_T: Tensor, lengths: Sequence[int]) -> Tensor:
         out = model(input_ids=ids_T[None], position_ids=packed_positions(lengths, device), use_cache=False)
-        return torch.log_softmax(out.logits[0].float(), -1)
+        found: Tensor = out.logits if hasattr(out, "logits") else out.last_hidden_state  # of a body alone
+        return torch.log_softmax(found[0].float(), -1)
 
     own_TV = torch.cat([logprobs(text, [len(text)]) for text in texts])
     with attending(model, plan):
-        gap = float((logprobs(ids_T, plan.runs.lengths) - own_TV).abs().mean())
+        try:
+            gap = float((logprobs(ids_T, plan.runs.lengths) - own_TV).abs().mean())
+        except ConfigError:
+            raise
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(f"{name} does not run with attnrl's attention in place of its own: {error}") from error
     if not plan.calls:
         raise ConfigError(f"{name} does not use transformers' attention interface, which attnrl needs to see attention")
     if gap > ROUNDING.get(model.dtype, HALF_ROUNDING):

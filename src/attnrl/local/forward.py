@@ -72,7 +72,7 @@ class Setup:
 
 
 class ProbeAttention:
-    """Learns the layers' shapes and dtype from one forward over one token."""
+    """Learns the layers' shapes and dtype from one forward over two tokens."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
@@ -80,7 +80,9 @@ class ProbeAttention:
 
     def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if layer.index in self.shapes:
-            raise ConfigError(f"the model runs attention layer {layer.index} twice in a pass; the local sampler cannot")
+            raise ConfigError(
+                f"the model runs attention layer {layer.index} twice in a pass, which the local sampler cannot"
+            )
         self.shapes[layer.index] = LayerShape(k.shape[1], k.shape[3], v.shape[3])
         self.dtype = k.dtype
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(1, 2)

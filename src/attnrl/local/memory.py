@@ -47,10 +47,20 @@ class Memory(DynamicCache):  # type: ignore[misc]  # transformers has no types f
         for states, index in self.states():
             states[index] = states[index][torch.from_numpy(rows).to(states[index].device)]
 
-    def append(self, more: Memory) -> None:
-        """The rows of `more` behind these."""
-        for (states, index), (added, _) in zip(self.states(), more.states(), strict=True):
-            states[index] = torch.cat([states[index], added[index]])
+    def move(self, source: Ints, target: Ints, count: int) -> None:
+        """Row `target[i]` becomes what row `source[i]` was; the first `count` rows stay."""
+        for states, index in self.states():
+            state = states[index]
+            if len(source):
+                old, new = (torch.from_numpy(rows).to(state.device) for rows in (source, target))
+                state[new] = state[old]
+            states[index] = state[:count]
+
+    def append(self, *more: Memory) -> None:
+        """The rows of these behind its own, in their order."""
+        for parts in zip(self.states(), *(one.states() for one in more), strict=True):
+            states, index = parts[0]
+            states[index] = torch.cat([part[i] for part, i in parts])
 
 
 class InOrder:

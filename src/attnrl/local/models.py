@@ -162,7 +162,7 @@ def prepare_model(model: Any, *, float32_logits: bool = True) -> Any:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
+        if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
     return model.eval()
 
@@ -199,7 +199,11 @@ def add_lora(model: Any, options: ModelConfig, *, seed: int) -> Any:
     # adapters share the model's dtype: the optimizer keeps its own float32 copy of them
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return prepare_model(get_peft_model(model, config, autocast_adapter_dtype=False), float32_logits=False)
+        try:
+            wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
+        except ValueError as error:
+            raise ConfigError(f"model.lora_targets: {error}") from error
+    return prepare_model(wrapped, float32_logits=False)
 
 
 def is_lora(model: Any) -> bool:

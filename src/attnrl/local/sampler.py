@@ -35,6 +35,7 @@ from attnrl.local.trial import logprob_gaps
 from attnrl.types import Request, Rollout, Sampling
 
 ROWS = {"cpu": 256, "cuda": 1024}  # most requests that run at once, where nothing else is said
+OTHERWISE = "score it from Python (attnrl.scoring), or train another model"
 POSITIONS = "the model's max_position_embeddings = {}: lower sampling.max_response_tokens"
 ROPE = "{}, where the model's rotary embedding changes for a whole batch: lower sampling.max_response_tokens"
 
@@ -78,7 +79,7 @@ class Sampler:
     ) -> None:
         parameter = next(model.parameters())
         self.model = model
-        self._lost = f"{type(model).__name__} keeps what it remembers where the local sampler does not find it"
+        self._lost = f"the local sampler does not find what {type(model).__name__} remembers: {OTHERWISE}"
         self.device: torch.device = parameter.device
         cuda = self.device.type == "cuda"
         self.vocabulary = vocabulary_of(model)
@@ -159,19 +160,22 @@ class Sampler:
         return table
 
     def _probe_model(self, memory: Memory | None) -> tuple[tuple[LayerShape, ...], torch.dtype]:
-        """Shapes and dtype of the cache, from one forward over one token; raises where the model cannot be cached."""
+        """Shapes and dtype of the cache, from one forward over two tokens; raises where the model cannot be cached."""
         check_attention(self.model)
         probe = ProbeAttention()
         with sampling_mode(self.model):
-            one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            two = torch.arange(2, device=self.device)[None]
             try:
-                logits(self.model, probe, memory, input_ids=one, position_ids=one)
+                last = logits(self.model, probe, memory, input_ids=two, position_ids=two, logits_to_keep=two[0, 1:])
             except ValueError as error:
                 if memory is None or isinstance(error, ConfigError):
                     raise
-                raise ConfigError(f"{self._lost}: {error}") from error
+                raise ConfigError(self._lost) from error
         if memory is not None and not memory.nbytes:
             raise ConfigError(self._lost)
+        if last.shape[1] != 1:
+            name = type(self.model).__name__
+            raise ConfigError(f"{name} takes no `logits_to_keep`, which the local sampler prefills with: {OTHERWISE}")
         return probe.layers(), probe.dtype
 
     def _check_states(self) -> None:
@@ -181,7 +185,7 @@ class Sampler:
         longest = getattr(self.model.config, "max_position_embeddings", None)
         gap = max(logprob_gaps(self, self.model, longest))
         if gap > ROUNDING.get(self.model.dtype, HALF_ROUNDING):
-            raise ConfigError(f"{self._lost}: log-probs of drawn tokens are wrong by {gap:.3g} nats")
+            raise ConfigError(f"{self._lost} (log-probs of drawn tokens are wrong by {gap:.3g} nats)")
         self.close()
         self.metrics()
         self.stats = SamplerStats()

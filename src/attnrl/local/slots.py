@@ -45,6 +45,7 @@ class SlotBatch:
         self.stats = SamplerStats()
         self._cache: KVCache | None = None
         self._memory: Memory | None = None  # of the running rows
+        self._added: list[Memory] = []  # of the rows that come behind them
         self._requests: Sequence[Request] = ()
         self._carry: Carry | None = None
         self._longest = 0
@@ -62,7 +63,7 @@ class SlotBatch:
 
     def open(self, requests: Sequence[Request], stats: SamplerStats) -> None:
         """Starts a call: all requests wait."""
-        self.stats, self._requests, self._carry = stats, requests, None
+        self.stats, self._requests, self._carry, self._memory, self._added = stats, requests, None, None, []
         self._longest = max(len(r.context) + r.max_tokens for r in requests)
         rows = self.stats.rows = self._rows_for(len(requests))
         if self._cache is not None and self._cache.rows < rows:
@@ -72,7 +73,7 @@ class SlotBatch:
 
     def close(self) -> None:
         """Ends a call."""
-        self._requests, self._carry, self._memory = (), None, None
+        self._requests, self._carry, self._memory, self._added = (), None, None, []
 
     def busy(self) -> bool:
         """Whether some request has not ended."""
@@ -82,9 +83,20 @@ class SlotBatch:
         """Lets waiting requests run where enough rows are free."""
         rows = self.stats.rows
         refill = max(1, rows // 8)  # admitting one by one would run a prefill for every step
+        begun = self.table.count
         while self.waiting and (rows - self.table.count >= refill or not self.table.count):
             taken = self._prefill(self.waiting[: rows - self.table.count], sampling)
             del self.waiting[:taken]
+        if self.table.count == begun:
+            return
+        assert self._cache is not None, "rows were added"
+        if self._added:
+            first, *others = self._added if self._memory is None else [self._memory, *self._added]
+            if others:
+                first.append(*others)
+            self._memory, self._added = first, []
+        self._tidy(self._cache)
+        self._place()
 
     def _prefill(self, candidates: list[int], sampling: Sampling) -> int:
         """Prefills as many candidates as fit into one forward, draws their first token, lets the unfinished run."""
@@ -112,12 +124,7 @@ class SlotBatch:
             cache.fill(np.repeat(rows, lengths), positions, np.concatenate(paths), done.keys, done.values)
             if memory is not None:
                 memory.take(np.zeros_like(rows))
-                if self._memory is None:
-                    self._memory = memory
-                else:
-                    self._memory.append(memory)
-            self._tidy(cache)
-            self._place()
+                self._added.append(memory)
         self._carry = done.carry if memory is None else None
         self.stats.add_prefill(done.trie)
         self.stats.prefill_seconds += time.perf_counter() - begin
@@ -169,12 +176,10 @@ class SlotBatch:
 
     def _move(self, cache: KVCache, source: Ints, target: Ints) -> None:
         """What the rows keep follows them from `source` to `target`; of rows beyond the running ones nothing stays."""
-        rows = np.arange(self.table.count)
-        rows[target] = source
         if len(source):
             cache.move(source, target, int(self.table.length[: self.table.count].max()))
         if self._memory is not None:
-            self._memory.take(rows)
+            self._memory.move(source, target, self.table.count)
 
     def _place(self) -> None:
         """Sets the device's state from the host's."""
