@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import MambaConfig
 
 import attnrl
 from attnrl.cli import run
 from attnrl.config import ModelConfig, load_config
-from attnrl.errors import MissingExtraError, MissingFileError, TrainingError
-from attnrl.launch.checking import Findings, forecast_memory
+from attnrl.errors import ConfigError, MissingExtraError, MissingFileError, TrainingError
+from attnrl.launch.checking import Findings, forecast_memory, look_at_prompt
 from attnrl.launch.forecast import GB, Shape, activations, cache_bytes, host_memory, memory, shape_of, work
-from attnrl.launch.models import model_path
+from attnrl.launch.models import load_tokenizer, model_path
 from attnrl.local.backend import LocalBackend
 from attnrl.local.models import load_weights
+from attnrl.types import Prompt, as_ids
 
 SMALL = {"data.train_tasks": 40, "algo.group": 2}
 
@@ -157,6 +159,37 @@ def test_rewards_that_take_nonsense_or_raise_are_found(own):
         assert levels(found)["reward"] != "ok"
         assert any(words in line for line in said)
         assert any(finding.level == "wrong" for finding in found)
+
+
+@pytest.mark.parametrize("section", ["sampling", "evaluation"])
+def test_a_response_limit_beyond_the_models_positions_is_said_before_work_starts(own, section):
+    overrides = {**SMALL, f"{section}.max_response_tokens": 4090}
+    words = rf"{section}\.max_response_tokens = 4090 after .* of up to \d+ tokens .* 4096 positions .* lower it to \d+"
+    with pytest.raises(ConfigError, match=words):
+        attnrl.check("demo", overrides=overrides, say=lambda text: None)
+    with pytest.raises(ConfigError, match=words):
+        attnrl.train("demo", own / "run", overrides=overrides)
+    assert not (own / "run").exists()
+
+
+def test_an_evaluation_much_longer_than_training_is_worth_a_look(own):
+    overrides = {**SMALL, "sampling.max_response_tokens": 20}
+    found = attnrl.check("demo", overrides=overrides, prompts=1, responses=1, say=lambda text: None)
+    assert "in training 20: see evaluation.max_response_tokens" in next(f.said for f in found if f.about == "held out")
+
+
+def test_a_prompt_without_its_problem_is_wrong():
+    tokenizer = load_tokenizer(model_path("demo"))
+    said: list[str] = []
+    found = Findings(said.append)
+    look_at_prompt(Prompt("a", as_ids([tokenizer.eos_token_id]), ("1",), problem="What is 1 + 1?"), tokenizer, found)
+    assert levels(found.rows)["prompt"] == "wrong"
+    assert "most of the problem is not in it" in said[0]
+
+
+def test_a_model_without_attention_is_refused_by_its_shape():
+    with pytest.raises(ConfigError, match="MambaConfig names no attention heads"):
+        shape_of(MambaConfig(), ModelConfig())
 
 
 def test_a_gold_that_its_own_reward_refuses_is_named_by_row(own, capsys):

@@ -151,7 +151,10 @@ def unknown_flag(name: str, kind: type[BaseModel], short: Mapping[str, str] | No
     known = [key.removeprefix(f"{flat}.") if flat else key for key in keys(kind) if key != words]
     if short is not None:
         known += [*short, *keys()]
-    hint = near(name.replace("-", "_"), known).replace("'", "").replace("mean ", "mean --").replace("_", "-")
+    named = name.replace("-", "_")
+    if meant := [flag for flag, key in (short or {}).items() if key.rpartition(".")[2] == named]:
+        return f"unknown flag --{name}; did you mean --{meant[0].replace('_', '-')}?"
+    hint = near(named, known).replace("'", "").replace("mean ", "mean --").replace("_", "-")
     more = "--help lists them" if short is None else "--help lists them, `attnrl config --help` the keys of the config"
     return f"unknown flag --{name}{hint or f'; {more}'}"
 

@@ -35,6 +35,7 @@ class PromptStream:
                 "load them with render_prompts(unique=True), which keeps one of each"
             )
         self.seed = seed
+        self.longest = max(len(prompt.ids) for prompt in prompts)
         self.fingerprint = content_hash(*sorted(self._prompts))
         self._order: tuple[int, list[str]] = (-1, [])  # the last epoch's order, kept because it is asked for often
 

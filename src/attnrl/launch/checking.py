@@ -22,6 +22,7 @@ from attnrl.console import time_span
 from attnrl.iteration import Outcome
 from attnrl.launch.data import (
     Say,
+    check_room,
     evaluation_prompts,
     evaluation_records,
     evaluation_samples,
@@ -115,13 +116,14 @@ def check(
     about_data: list[str] = []
     records = train_records(config, about_data.append)
     tokenizer = load_tokenizer(path)
-    chosen, _ = prompt_stream(config, records, tokenizer, about_data.append).draw({}, prompts)
+    stream = prompt_stream(config, records, tokenizer, about_data.append)
+    chosen, _ = stream.draw({}, prompts)
     found.add("ok", "data", "\n".join([f"{len(records):,} rows", *about_data]))
+    held_out = {}
     if config.evaluation.every:
         held_out = evaluation_prompts(config, evaluation_records(config), tokenizer)
-        samples = evaluation_samples(config)
-        sizes = [f"{name} {len(rows)} problems x {samples[name]}" for name, rows in held_out.items()]
-        found.add("ok", "held out", ", ".join(sizes))
+        look_at_evaluation(config, held_out, found)
+    check_room(config, path, held_out, stream)
     look_at_prompt(chosen[0], tokenizer, found)
     with ready.rewards as rewards:
         grade_golds(config, records, rewards, found)
@@ -141,19 +143,32 @@ def check(
     return found.rows
 
 
+def look_at_evaluation(config: Config, prompts: Mapping[str, Sequence[Prompt]], found: Findings) -> None:
+    """What an evaluation of the run draws, and whether it may take far longer than an iteration."""
+    samples = evaluation_samples(config)
+    lines = [", ".join(f"{name} {len(rows)} problems x {samples[name]}" for name, rows in prompts.items())]
+    limit, trained = config.evaluation.max_response_tokens, config.sampling.max_response_tokens
+    if longer := limit > 4 * trained:
+        lines.append(f"responses of up to {limit} tokens, in training {trained}: see evaluation.max_response_tokens")
+    found.ok(not longer, "held out", "\n".join(lines))
+
+
 def look_at_prompt(prompt: Prompt, tokenizer: Any, found: Findings) -> None:
     """One prompt as the model will see it, special tokens and all."""
     ids = prompt.ids.tolist()
     text = tokenizer.decode(ids, skip_special_tokens=False)
     said = f"{len(ids)} tokens, as the model sees them:\n{text}"
     odd, strange = [], ids.count(getattr(tokenizer, "unk_token_id", None))
+    words = prompt.problem.split()
+    if lost := sum(word in text for word in words) * 2 < len(words):
+        odd.append("most of the problem is not in it: template or tokenizer drop it (is tokenizer.json in its place?)")
     if not getattr(tokenizer, "chat_template", None):
         odd.append("the tokenizer has no chat template: this is the bare text")
     if strange:
         odd.append(f"{strange} of its tokens are unknown to the tokenizer: the model cannot read them")
     if (start := getattr(tokenizer, "bos_token_id", None)) is not None and ids[:2] == [start, start]:
         odd.append("it begins with two start tokens")
-    found.ok(not odd, "prompt", "\n".join([said, *odd]), "wrong" if strange * 10 > len(ids) else "look")
+    found.ok(not odd, "prompt", "\n".join([said, *odd]), "wrong" if lost or strange * 10 > len(ids) else "look")
 
 
 def grade_golds(config: Config, records: Sequence[Record], rewards: Rewards, found: Findings) -> None:
@@ -264,7 +279,8 @@ def look_at_responses(
     first = tokenizer.decode(rollouts[0].ids.tolist(), skip_special_tokens=False)
     odd = []
     if cut * 2 > len(rollouts):
-        odd.append("most were cut off and count as wrong: raise sampling.max_response_tokens")
+        wrong = "" if config.algo.grade_truncated else " and count as wrong"
+        odd.append(f"most were cut off{wrong}: raise sampling.max_response_tokens")
     if len({v.reward for v in verdicts}) == 1:
         alike = (
             f"all are {'right' if right else 'wrong'}" if right in (0, len(rollouts)) else "all rewards are the same"

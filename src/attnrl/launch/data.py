@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from attnrl.config import Config
 from attnrl.errors import ConfigError, DataError, MissingFileError
-from attnrl.iteration import Stream
 from attnrl.types import counted
 
 if TYPE_CHECKING:
     from attnrl.data.records import Record
+    from attnrl.data.stream import PromptStream
     from attnrl.types import Prompt
 
 Say = Callable[[str], None]
@@ -62,7 +62,7 @@ def wording(config: Config) -> dict[str, Any]:
     return config.data.model_dump(include={"template", "system", "chat_options"})
 
 
-def prompt_stream(config: Config, records: Sequence[Record], tokenizer: Any, say: Say) -> Stream:
+def prompt_stream(config: Config, records: Sequence[Record], tokenizer: Any, say: Say) -> PromptStream:
     """The endless stream of training prompts; says how many there are and what was left out."""
     from attnrl.data.prompts import render_prompts, unknown_words
     from attnrl.data.stream import PromptStream
@@ -173,3 +173,30 @@ def evaluation_prompts(
         name: render_benchmark(name, rows, tokenizer, max_prompt_tokens=longest, **words)
         for name, rows in records.items()
     }
+
+
+def check_room(
+    config: Config, model: str, held_out: Mapping[str, Sequence[Prompt]], trained: PromptStream | None = None
+) -> None:
+    """Raise where a model of ours has no positions for the longest prompt and a response after it: a run would end
+    there, after hours perhaps.
+    """
+    from attnrl.attention.decoder import read_config
+    from attnrl.launch.models import ENGINES
+
+    if config.engine.name not in ENGINES:
+        return
+    most = getattr(read_config(model), "max_position_embeddings", None)
+    asked = [
+        (f"prompts of {name}", max(len(p.ids) for p in prompts), "evaluation", config.evaluation.max_response_tokens)
+        for name, prompts in held_out.items()
+    ]
+    if trained is not None:
+        asked.append(("training prompts", trained.longest, "sampling", config.sampling.max_response_tokens))
+    for what, longest, section, tokens in asked:
+        if most is not None and longest + tokens > most:
+            shorter = " (attnrl eval: --max-tokens)" if section == "evaluation" else " or data.max_prompt_tokens"
+            raise ConfigError(
+                f"{section}.max_response_tokens = {tokens} after {what} of up to {longest} tokens is more than "
+                f"the model's {most} positions (max_position_embeddings): lower it to {max(1, most - longest)}{shorter}"
+            )

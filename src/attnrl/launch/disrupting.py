@@ -17,7 +17,7 @@ from attnrl.config import Config, check_taken, check_used
 from attnrl.errors import ConfigError
 from attnrl.evaluation.log import open_lines
 from attnrl.evaluation.sampling import all_jobs, fingerprint, request_seed
-from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
+from attnrl.launch.data import check_room, evaluation_prompts, evaluation_records, evaluation_samples
 from attnrl.launch.evaluating import DRAWN, begun_with, settings_of
 from attnrl.launch.models import (
     check_model,
@@ -77,6 +77,7 @@ def disrupt(
     records, samples = evaluation_records(config), evaluation_samples(config)
     tokenizer = load_tokenizer(path)
     prompts = evaluation_prompts(config, records, tokenizer)
+    check_room(config, path, prompts)
     jobs = numbered_jobs(prompts, samples, seed)
     asked = {"model": "demo" if model == "demo" else path, "seed": seed, **_settings(config, prompts, samples)}
     with (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnrl.config import Config, check_taken, check_used, load_config
-from attnrl.launch.data import evaluation_prompts, evaluation_records, evaluation_samples
+from attnrl.launch.data import check_room, evaluation_prompts, evaluation_records, evaluation_samples
 from attnrl.launch.models import (
     check_engine,
     check_model,
@@ -71,6 +71,7 @@ def evaluate(
     records = evaluation_records(config)
     tokenizer = load_tokenizer(path)
     prompts = evaluation_prompts(config, records, tokenizer)
+    check_room(config, path, prompts)
     with rewards, open_engine(engine, config, path, tokenizer, learn=False, verbs=("generate",)) as sampler:
         return measure(
             sampler,

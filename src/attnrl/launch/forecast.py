@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnrl.config import Config, ModelConfig
+from attnrl.errors import ConfigError
 
 MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "adamw_offloaded": 0.0}  # of a trained weight, on the device
 LOGIT_ELEMENTS = 2**27  # logits of a chunk, by default (attnrl.policy.logprobs)
@@ -48,7 +49,9 @@ def shape_of(model: Any, options: ModelConfig) -> Shape:
     if options.lora_rank:
         trained = sum(options.lora_rank * sum(layer.weight.shape) for layer in lora_layers(built, options))
     text = config.get_text_config()
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        raise ConfigError(f"{type(text).__name__} names no attention heads: a model without attention has no FCI")
     return Shape(
         weights=weights,
         trained=trained,

@@ -17,6 +17,7 @@ from attnrl.console import console_line
 from attnrl.errors import ConfigError, MissingFileError
 from attnrl.launch.data import (
     Say,
+    check_room,
     evaluation_prompts,
     evaluation_records,
     evaluation_samples,
@@ -112,6 +113,7 @@ def train(
     tokenizer = load_tokenizer(ready.model)
     stream = prompt_stream(config, records, tokenizer, say)
     held_out_prompts = evaluation_prompts(config, held_out, tokenizer)
+    check_room(config, ready.model, held_out_prompts, stream)
     with (
         closing(open_run(run_dir, values, resume=resume, rule=declared_by(ready.bound["rule"]))) as run,
         ready.rewards as rewards,
