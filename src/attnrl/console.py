@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 
 from attnrl.algo.health import complaint
 from attnrl.config import Config
+from attnrl.progress import watched
 
 HEADER = " prompts  right valid train length  cut steps entropy     kl tok/s    eta"  # after the iteration
 LOOK = (3, 10)  # a run that does not learn says so after so many iterations, and every so many after that
@@ -57,6 +59,30 @@ def console_line(config: Config, console: Console | None = None) -> Callable[[di
             out.print(f"held-out {title} after {done}: {value:.1%}{band}{wrong}", style="green", highlight=False)
 
     return show
+
+
+@contextmanager
+def live_line(console: Console) -> Iterator[None]:
+    """While open, a terminal shows below what is printed what the run does now, and how far it is."""
+    if not console.is_terminal:
+        yield
+        return
+    status, shown, last = console.status(""), "", 0.0
+
+    def watch(what: str, done: int, of: int) -> None:
+        nonlocal shown, last
+        if not what:
+            status.stop()
+        elif what != shown or time.monotonic() - last > 0.2:
+            shown, last = what, time.monotonic()
+            status.update(f"{what} {done:,} of {of:,}" if of else what)
+            status.start()
+
+    try:
+        with watched(watch):
+            yield
+    finally:
+        status.stop()
 
 
 def _line(m: dict[str, float], done: int, iterations: int, left: float) -> str:

@@ -29,6 +29,7 @@ from attnrl.algo.samples import Drop, with_signal
 from attnrl.algo.statistics import forest_statistics, generation_statistics, group_statistics, sample_statistics
 from attnrl.backend import Backend, generate_by, metrics_by, score_by, update_by
 from attnrl.errors import TrainingError
+from attnrl.progress import tell
 from attnrl.types import (
     Attempt,
     Forest,
@@ -108,6 +109,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        tell(name)
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from attnrl.algo.health import complaint
 from attnrl.config import load_config
-from attnrl.console import console_line
+from attnrl.console import console_line, live_line
+from attnrl.progress import tell, unwatched
 
 IDLE = {"train/samples": 0.0, "train/valid_samples": 0.0, "trunks/solve_none": 1.0, "trunks/truncated_share": 1.0}
 IDLE |= {"trunks/steps": 2.0, "trees/count": 0.0}
@@ -108,3 +109,19 @@ def test_the_console_says_so_after_three_iterations_and_at_the_end() -> None:
     assert shown(*[IDLE] * 12, planned=50) == [3, 10]
     assert shown(*[IDLE] * 5, planned=5) == [3, 5]
     assert shown(IDLE, LEARNS, LEARNS, LEARNS, planned=4) == []
+
+
+def test_a_terminal_is_shown_what_goes_on_and_a_file_is_not():
+    shown = {}
+    for terminal in (True, False):
+        out = io.StringIO()
+        with live_line(Console(file=out, width=80, force_terminal=terminal)):
+            tell("generate")
+            tell("generate: responses", 1, 1024)
+            tell("generate: responses", 2, 1024)  # too soon after the last to be shown
+            with unwatched():
+                tell("evaluated elsewhere")
+        shown[terminal] = out.getvalue()
+    assert "generate: responses 1 of 1,024" in shown[True]
+    assert "elsewhere" not in shown[True]
+    assert shown[False] == ""

@@ -26,6 +26,7 @@ from attnrl.local import learner as learner_module
 from attnrl.local.learner import Learner
 from attnrl.local.models import add_lora, lora_layers, prepare_model
 from attnrl.policy import passes as passes_module
+from attnrl.progress import watched
 from attnrl.types import Sample, as_floats, as_ids
 
 VOCABULARY = 37
@@ -539,10 +540,11 @@ def test_order_follows_seed_and_version_alone() -> None:
 
 
 def test_progress_counts_minibatches() -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[str, int, int]] = []
     learner = Learner(tiny(), options=section(**TWO))
-    learner.update(batch(8, prompts=4), version=0, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 2), (2, 2)]
+    with watched(lambda *told: seen.append(told)):
+        learner.update(batch(8, prompts=4), version=0)
+    assert seen == [("update: minibatches", 0, 2), ("update: minibatches", 1, 2)]
 
 
 @pytest.mark.parametrize(

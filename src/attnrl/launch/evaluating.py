@@ -21,6 +21,7 @@ from attnrl.launch.models import (
     reward_keys,
     run_of,
 )
+from attnrl.progress import unwatched
 from attnrl.run import check_no_run
 from attnrl.types import Sampling
 
@@ -145,7 +146,8 @@ def build_evaluate(config: Config, prompts: Mapping[str, Sequence[Prompt]], back
     asked = asked_for(config)
 
     def after(iteration: int) -> dict[str, float]:
-        report = measure(backend, prompts, decode=parts.decode, grade=parts.grade, **asked)
+        with unwatched():  # it has a bar of its own
+            report = measure(backend, prompts, decode=parts.decode, grade=parts.grade, **asked)
         backend.metrics()  # what the evaluation cost is not the next iteration's
         parts.graded()
         return report.metrics()

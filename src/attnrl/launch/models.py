@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attnrl.algo.parts import find
 from attnrl.config import Config, check_options
 from attnrl.errors import ConfigError, MissingFileError, listed, near
+from attnrl.progress import tell
 from attnrl.run import Run
 from attnrl.types import Ids
 
@@ -92,6 +93,7 @@ def open_engine(
     verbs: Collection[str] = VERBS,
 ) -> Iterator[Backend]:
     """The engine over a model, closed at the end; raises where it lacks one of the verbs that will be asked of it."""
+    tell(f"open the engine over {model}")
     offered = {"run_dir": run_dir} if "run_dir" in inspect.signature(factory).parameters else {}
     backend = factory(config, model=model, tokenizer=tokenizer, learn=learn, **offered, **config.engine.options)
     missing = [verb for verb in VERBS if verb in {*verbs, "close"} and not callable(getattr(backend, verb, None))]

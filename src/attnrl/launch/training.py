@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from attnrl.algo.parts import find
 from attnrl.algo.reasons import declared_by
 from attnrl.config import Config, check_taken, load_config
-from attnrl.console import console_line
+from attnrl.console import console_line, live_line
 from attnrl.errors import ConfigError, MissingFileError
 from attnrl.launch.data import (
     Say,
@@ -114,13 +116,15 @@ def train(
     stream = prompt_stream(config, records, tokenizer, say)
     held_out_prompts = evaluation_prompts(config, held_out, tokenizer)
     check_room(config, ready.model, held_out_prompts, stream)
+    console = Console()
     with (
+        live_line(console),
         closing(open_run(run_dir, values, resume=resume, rule=declared_by(ready.bound["rule"]))) as run,
         ready.rewards as rewards,
         open_engine(ready.engine, config, ready.model, tokenizer, run_dir=run_dir) as backend,
     ):
         run.begin(values, declared_by(ready.bound["rule"]))
-        watching = [console_line(config), *trackers_where_it_goes_on(config, run_dir, state, say), *observers]
+        watching = [console_line(config, console), *trackers_where_it_goes_on(config, run_dir, state, say), *observers]
         segment, decode = segmenting(ready.bound, tokenizer), decoder(tokenizer)
         give_up = partial(rewards.close, wait=False)
         parts = build_parts(

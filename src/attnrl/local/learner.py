@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,10 +29,10 @@ from attnrl.policy.objective import objective
 from attnrl.policy.packing import Pack, microbatches, pack
 from attnrl.policy.passes import Passes, minibatches
 from attnrl.policy.rates import Counters, learning_rate
+from attnrl.progress import tell
 from attnrl.types import Sample, as_floats, as_ids
 
 LOOK = 512  # tokens of a prompt, and drawn after it, over which gradients are compared: no layer runs again there
-Progress = Callable[[int, int], None]  # minibatches done, minibatches of this call
 
 
 class Learner:
@@ -74,7 +74,7 @@ class Learner:
         self.left: set[str] = set()  # of "shared" prefixes and "fused" kernels, what was found not to be exact
         self.counters = Counters()
 
-    def update(self, samples: Sequence[Sample], *, version: int, progress: Progress | None = None) -> dict[str, float]:
+    def update(self, samples: Sequence[Sample], *, version: int) -> dict[str, float]:
         """One pass over the samples; the metrics of `UpdateMetrics` and `Recompute`, and whether kernels are fused.
 
         Paper: Eq. 1.
@@ -83,13 +83,12 @@ class Learner:
         how: dict[str, Any] = {"share": self.shares_prefixes, "lone": lone_from(self.hf)}
         planned = [microbatches(samples, part, self.options.microbatch_tokens, **how) for part in rows]
         if planned and not self.checked and not self._ways_are_exact(samples, planned[0][0]):
-            return self.update(samples, version=version, progress=progress)
+            return self.update(samples, version=version)
         old = self._old_logprobs(samples, planned)
         metrics = UpdateMetrics()
-        for done, packs in enumerate(planned, start=1):
+        for done, packs in enumerate(planned):
+            tell("update: minibatches", done, len(planned))
             self._minibatch(samples, packs, old, metrics)
-            if progress is not None:
-                progress(done, len(planned))
         more = self.recompute.metrics() | {"train/fused": float(id(self.model) in self.decoders)}
         return metrics.summary(lr=self.learning_rate(), samples=sum(map(len, rows))) | more
 

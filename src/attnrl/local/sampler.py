@@ -32,6 +32,7 @@ from attnrl.local.rows import RowTable
 from attnrl.local.slots import SlotBatch
 from attnrl.local.stats import SamplerStats
 from attnrl.local.trial import logprob_gaps
+from attnrl.progress import tell
 from attnrl.types import Request, Rollout, Sampling
 
 ROWS = {"cpu": 256, "cuda": 1024}  # most requests that run at once, where nothing else is said
@@ -147,6 +148,7 @@ class Sampler:
             while batch.busy():
                 batch.admit(sampling)
                 batch.advance(sampling)
+                tell("generate: responses", batch.table.finished, len(requests))
         finally:
             batch.close()
         return batch.table

@@ -19,6 +19,7 @@ from attnrl.attention.head import check_head
 from attnrl.attention.trie import bins_by_budget
 from attnrl.backend import check_ids
 from attnrl.errors import DataError
+from attnrl.progress import tell
 from attnrl.scoring.entropy import logprobs_and_entropy
 from attnrl.scoring.fci import Body, Sums, make_sums, run_body, split_steps
 from attnrl.scoring.plan import KeyReduce, make_plan
@@ -126,12 +127,15 @@ def score(
     report = report if report is not None else ScoreReport()
     asked = Scoring(fci, delta, key_reduce, temperature)
     results: list[Scores | None] = [None] * len(requests)
+    done = 0
     with torch.no_grad():
         for members in bins_by_budget(lengths, token_budget, lone_from(model)):
             pack = [requests[i] for i in members]
             scored = _score_pack(model, pack, asked, chunk, report, body)
             for index, scores in zip(members, scored, strict=True):
                 results[index] = scores
+            done += len(members)
+            tell("score: responses", done, len(requests))
     return [scores for scores in results if scores is not None]
 
 
