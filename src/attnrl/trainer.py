@@ -70,10 +70,10 @@ def train(
             if last or stop.number or state.iteration % limits.checkpoint_every == 0:
                 run.checkpoint(state, parts.backend, limits.keep_checkpoints)
     if stop.number and not finished(state, limits):
-        raise Interrupted(
-            f"stopped after iteration {state.iteration}; attnrl train --resume --run-dir {run.path} goes on from there",
-            stop.number,
-        )
+        done, then = f"after iteration {state.iteration}", "goes on from there"
+        if not state.iteration:
+            done, then = "before the first iteration", "begins it"
+        raise Interrupted(f"stopped {done}; attnrl train --resume --run-dir {run.path} {then}", stop.number)
     return state
 
 
