@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CohereConfig, CohereForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import CohereConfig, CohereForCausalLM, OPTConfig, OPTForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from attnrl.attention.head import Float32Head, logits_head, plain_head, widen_head
+from attnrl.attention.head import Float32Head, check_head, logits_head, plain_head, widen_head
 from attnrl.config import load_config
+from attnrl.errors import ConfigError
 from attnrl.local.backend import build
 
 SHAPE = {"vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
@@ -116,3 +117,10 @@ def test_the_key_decides(tmp_path: Path, wide: bool) -> None:
     assert engine.learner is not None
     for model in (engine.model, engine.learner.reference):
         assert isinstance(model.lm_head, Float32Head) is wide
+
+
+def test_a_body_that_is_not_run_whole_is_refused() -> None:
+    sizes = {"vocab_size": 61, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32)).eval()
+    with pytest.raises(ConfigError, match="OPTForCausalLM does more than project"):
+        check_head(model)
