@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnrl.errors import ConfigError
+from attnrl.local import draw as draws
 from attnrl.local.draw import check_sampling, draw, invert_cdf, kept_tokens, stream_of, uniforms
 from attnrl.types import Sampling
 
@@ -114,6 +115,23 @@ def test_top_p_counts_what_top_k_left() -> None:
 
 def test_equal_logits_keep_the_lowest_ids() -> None:
     assert kept_tokens(torch.zeros(1, 4), Sampling(top_k=2)).tolist() == [[True, True, False, False]]
+
+
+@pytest.mark.parametrize("few", [1, 4, 1024])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(top_p=0.37), Sampling(top_p=0.93), Sampling(top_k=7), Sampling(1, 0.77, 9)]
+)
+def test_few_of_the_likeliest_tokens_tell_which_are_kept(
+    few: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by sorting them all: of rows that are peaked and flat, with equals at the cut and tokens that cannot be."""
+    monkeypatch.setattr(draws, "FEW", few)
+    rng = np.random.default_rng(0)
+    rows = rng.normal(0, rng.choice([0.01, 1, 9], (200, 1)), (200, 31)).astype(np.float32)
+    rows[::3] = rows[::3].round(1)
+    rows[::7, 5:] = -np.inf
+    logits = torch.from_numpy(rows)
+    assert torch.equal(kept_tokens(logits, sampling), draws._kept_by_sorting(logits, sampling))
 
 
 def test_temperature_sharpens_by_hand() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from attnrl.errors import ConfigError
 from attnrl.types import Sampling
 
+FEW = 1024  # likeliest tokens, among which top-p mostly cuts: a CPU finds them in a twentieth of the time of sorting
 _WORD = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the stride of the counter
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -85,6 +86,34 @@ def kept_tokens(scaled_RV: Tensor, sampling: Sampling) -> Tensor:
     top_k keeps the k likeliest (of equals, the lowest ids); top_p then keeps, of what is left and renormalised, the
     fewest likeliest tokens whose probabilities reach top_p. The likeliest token always stays.
     """
+    if scaled_RV.device.type != "cpu":  # elsewhere the host must not wait for what was found
+        return _kept_by_sorting(scaled_RV, sampling)
+    vocabulary = scaled_RV.shape[-1]
+    count = min(sampling.top_k or vocabulary, vocabulary)
+    few = min(count, FEW)
+    top_RF = torch.topk(scaled_RV, few).values
+    kept_R = torch.full((len(top_RF), 1), few)
+    beyond_R = torch.full((len(top_RF),), few < count)
+    if sampling.top_p < 1:
+        if few == count:
+            probs_RF = torch.softmax(top_RF, dim=-1)
+        else:
+            probs_RF = torch.exp(top_RF - torch.logsumexp(scaled_RV, dim=-1, keepdim=True))
+        keep_RF = torch.cumsum(probs_RF, dim=-1) - probs_RF < sampling.top_p
+        kept_R = keep_RF.sum(dim=-1, keepdim=True).clamp_(min=1)
+        beyond_R &= keep_RF[:, -1] if count == vocabulary else True
+    last_R = top_RF.gather(1, kept_R - 1)
+    keep_RV, equal_RV = scaled_RV > last_R, scaled_RV == last_R
+    left_R = kept_R - keep_RV.sum(dim=-1, keepdim=True)
+    if bool((equal_RV.sum(dim=-1, keepdim=True) > left_R).any()):
+        equal_RV &= torch.cumsum(equal_RV, dim=-1) <= left_R
+    keep_RV |= equal_RV
+    if bool(beyond_R.any()):
+        keep_RV[beyond_R] = _kept_by_sorting(scaled_RV[beyond_R], sampling)
+    return keep_RV
+
+
+def _kept_by_sorting(scaled_RV: Tensor, sampling: Sampling) -> Tensor:
     sorted_RV, order_RV = torch.sort(scaled_RV, dim=-1, descending=True, stable=True)
     keep_RV = torch.ones_like(sorted_RV, dtype=torch.bool)
     if sampling.top_k:
