@@ -50,19 +50,7 @@ def flash(
                 q, k, v, *runs.blocks(q.device), *runs.ends(q.device), max(runs.fresh), max(runs.lengths), scale
             )
             return out_THD, lse_HT.detach(), FLASH if _shape(q, k) in _left else OURS
-    return *_aten(q_THD, k_SKD, v_SKV, runs, scale, window, sinks_H), FLASH
-
-
-def _aten(
-    q_THD: Tensor,
-    k_SKD: Tensor,
-    v_SKV: Tensor,
-    runs: Runs,
-    scale: float,
-    window: int | None,
-    sinks_H: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """One flash kernel over all runs; with fewer queries than keys its causal mask is aligned to the last of both."""
+    # one flash kernel over all runs; with fewer queries than keys its causal mask is aligned to the last of both
     head, value = q_THD.shape[-1], v_SKV.shape[-1]
     wide = -(-head // 8) * 8  # the kernel takes multiples of 8; zeros change neither scores nor outputs
     q, k = (F.pad(x, (0, wide - head)) if wide > head else x for x in (q_THD, k_SKD))
@@ -75,7 +63,7 @@ def _aten(
         out, lse_HT = _Sunk.apply(q, k, v, sinks_H, how, {"scale": scale, **sides})
     else:
         out, lse_HT, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *how, False, scale=scale, **sides)
-    return out[..., :value], lse_HT
+    return out[..., :value], lse_HT, FLASH
 
 
 class _Sunk(torch.autograd.Function):
