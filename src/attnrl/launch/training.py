@@ -48,7 +48,9 @@ from attnrl.types import State, counted
 
 if TYPE_CHECKING:
     from attnrl.backend import Backend
+    from attnrl.data.stream import PromptStream
     from attnrl.reward import Rewards
+    from attnrl.types import Prompt
 
 say_plainly = partial(print, flush=True)
 
@@ -110,12 +112,7 @@ def train(
     if resume and not Run(run_dir).recorded:
         say(f"no run in {run_dir} yet: it begins")
     check_engine(ready.engine, config, ready.model, run_dir)
-    records = train_records(config, say)
-    held_out = evaluation_records(config) if config.evaluation.every else {}
-    tokenizer = load_tokenizer(ready.model)
-    stream = prompt_stream(config, records, tokenizer, say)
-    held_out_prompts = evaluation_prompts(config, held_out, tokenizer)
-    check_room(config, ready.model, held_out_prompts, stream)
+    tokenizer, stream, held_out = read_prompts(config, ready.model, say)
     console = Console()
     with (
         live_line(console),
@@ -135,13 +132,23 @@ def train(
             find(SCHEDULES, config.algo.schedule),
             run,
             config.run,
-            evaluate=build_evaluate(config, held_out_prompts, backend, parts) if held_out else None,
+            evaluate=build_evaluate(config, held_out, backend, parts) if held_out else None,
             evaluate_every=config.evaluation.every,
             observers=watching,
             say=say,
         )
     say(f"run directory: {run_dir}")
     return Trained(run_dir, state)
+
+
+def read_prompts(config: Config, model: str, say: Say) -> tuple[Any, PromptStream, dict[str, list[Prompt]]]:
+    """The tokenizer, the training prompts and those of each benchmark; raises where the model has no room for them."""
+    records = train_records(config, say)
+    benchmarks = evaluation_records(config) if config.evaluation.every else {}
+    tokenizer = load_tokenizer(model)
+    stream, held_out = prompt_stream(config, records, tokenizer, say), evaluation_prompts(config, benchmarks, tokenizer)
+    check_room(config, model, held_out, stream)
+    return tokenizer, stream, held_out
 
 
 def trackers_where_it_goes_on(config: Config, run_dir: Path, state: State | None, say: Say) -> list[Observer]:
