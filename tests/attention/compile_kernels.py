@@ -45,7 +45,8 @@ LAYER = dict.fromkeys(
     ),
     BF16,
 )
-LAYER |= {"SLOTS": INT64, "eps": "fp32"}
+LAYER |= {"POSITIONS": INT64, "SLOTS": INT64, "eps": "fp32"}
+PLACES = {"SLOTS": INT64, "POSITIONS": INT64, "last": "i64"}
 DRAW = {
     "LOGITS": BF16,
     "TOPS": FLOAT,
@@ -73,6 +74,7 @@ KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
     ("sunk decode", paged_triton._decode, ODD, HEADS | {"BM": 16, "DIRECT": True, "inner2": None}, 1, 3),
     ("sunk join", paged_triton._join, ODD, HEADS | {"BS": 8}, 1, 3),
     ("sunk paths", paged_triton._paths, ODD, HEADS | {"BM": 64, "BN": 64}, 4, 3),
+    ("places", paged_triton._places, POOL | PLACES, {"BR": 128, "PAGE": 32}, 4, 3),
     ("add_norm", fused_triton._add_norm, LAYER, {"BW": 2048, "PARTS": 1}, 4, 3),
     ("add_norm 4", fused_triton._add_norm, LAYER | {"Y": FLOAT}, {"BW": 2048, "PARTS": 4}, 4, 3),
     ("gated", products_triton._product, LAYER, PRODUCT | {"S": 1, "GATED": True, "BK": 64}, 4, 4),

@@ -151,6 +151,20 @@ def paths_case(*, dim: int = 16, value: int = 16, heads: int = 4, kv: int = 2, *
     return {"kind": "paths", "error": worst}
 
 
+def places_case(rows: int, last: int) -> dict[str, Any]:
+    """Where new tokens go, of rows at the ends of pages and of some that ran on past the last position."""
+    lengths = torch.arange(rows, device=DEVICE) * 7 % (4 * PAGE)
+    lengths[:3] = torch.tensor([0, PAGE - 1, PAGE])
+    table = torch.randint(9000, (rows, 6), dtype=torch.int32, device=DEVICE)[:, :4]  # rows lie apart
+    slots, positions = paged_triton.places(table, lengths, last)
+    wrong = [
+        int(slots[r]) != int(table[r, int(lengths[r]) // PAGE]) * PAGE + int(lengths[r]) % PAGE
+        or int(positions[r]) != min(int(lengths[r]), last)
+        for r in range(rows)
+    ]
+    return {"kind": "places", "error": float(sum(wrong)), "cut": int((lengths > last).sum())}
+
+
 def draw_case(vocabulary: int, temperature: float, top_p: float = 1.0, dtype: Any = torch.float32) -> dict[str, Any]:
     """Draws against `draw`, with impossible and equal tokens, at uniform numbers with 0 and the last below 1."""
     torch.manual_seed(2)
@@ -223,6 +237,7 @@ def sampler_case(kind: str) -> dict[str, Any]:
     expected = Sampler(model, stop_ids=[1]).generate(requests, Sampling(), version=0)
     model = model.to(DEVICE)
     sampler = Sampler(model, stop_ids=[1], rows=8, check_every=3, paged=True)
+    sampler.generate(requests[:2], Sampling(), version=0)  # no position of these is as far as those to come
     got = sampler.generate(requests, Sampling(), version=0)
     return {
         "kind": f"sampler {kind}",
@@ -261,6 +276,8 @@ if __name__ == "__main__":
         product_case(3, 48, 200),  # neither width is whole turns
         product_case(17, 256, 64),
         product_case(64, 2048, 96),
+        places_case(3, 1 << 40),
+        places_case(300, 90),
     ]
     for case in cases:
         print(json.dumps(case))

@@ -25,6 +25,7 @@ def check_grid(rows: list[dict[str, object]]) -> None:
         + ["draw"] * 5
         + [f"sampler {kind}" for kind in ("qwen3", "mistral", "gemma2", "gpt_oss")]
         + ["product"] * 3
+        + ["places"] * 2
     )
     assert [row["splits"] for row in rows[:9]] == [2, 1, 4, 4, 2, 1, 4, 1, 2]
     assert all(row["shared"] == 2 for row in rows[2:4])
@@ -33,9 +34,10 @@ def check_grid(rows: list[dict[str, object]]) -> None:
         assert row["error"] < (2e-2 if half else 1e-4), row  # type: ignore[operator]
     for row in rows[14:19]:
         assert (row["same"], row["nan_is_seen"], row["untouched"], row["state"]) == (1.0, True, True, True), row
-    for row in rows[23:]:
+    for row in rows[23:26]:
         assert row["fits"] == [True, False, False], row
-    assert [row["parts"] for row in rows[23:]] == [8, 8, 4]
+    assert [row["parts"] for row in rows[23:26]] == [8, 8, 4]
+    assert rows[27]["cut"] > 0  # type: ignore[operator]
     assert [row["fused"] for row in rows[19:23]] == [True, True, False, False]
     for row in rows[19:23]:
         assert row["same"] == 1.0, row

@@ -60,8 +60,9 @@ class Kernels:
         return x, normed
 
     def rotate_store(
-        self, q: Any, k: Any, v: Any, cos: Any, sin: Any, slots: Any, keys: Any, values: Any, _: Any
+        self, q: Any, k: Any, v: Any, cos: Any, sin: Any, positions: Any, slots: Any, keys: Any, values: Any, _: Any
     ) -> None:
+        cos, sin = cos[positions], sin[positions]
         if self.wrong == "positions":
             cos, sin = cos.roll(1, 0), sin.roll(1, 0)
         dim, page = keys.shape[3], keys.shape[2]
@@ -96,7 +97,6 @@ def opened(monkeypatch: Any, model: Any, wrong: str = "") -> Forward:
         fused = FusedDecoder(model, layers)
         fused.kernels = fused.products = Kernels(wrong)
         fused.gated = None
-        fused.refresh()
         return fused
 
     monkeypatch.setattr(forward, "fuse", fuse)

@@ -45,14 +45,24 @@ def failures() -> tuple[type[Exception], ...]:
     return (RuntimeError, TritonError)
 
 
+def places(table_RM: Tensor, lengths_R: Tensor, last: int) -> tuple[Tensor, Tensor]:
+    """The slot that each row's new token takes, and its position: at most `last`, also of rows that ran on past it."""
+    if has_kernels(lengths_R.device):
+        found: tuple[Tensor, Tensor] = kernels.places(table_RM, lengths_R, last)
+        return found
+    page_R = table_RM.gather(1, (lengths_R // PAGE)[:, None])[:, 0]
+    return page_R.long() * PAGE + lengths_R % PAGE, lengths_R.clamp(max=last)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedDecode:
     """One token a row. Rows beyond the running ones stand at position 0 of page 0."""
 
     pool: PagePool
     table_RM: Tensor  # int32
-    lengths_R: Tensor  # position of the new token
+    lengths_R: Tensor  # tokens before the new one
     slots_T: Tensor  # where it goes
+    positions_R: Tensor  # what the model is told of where it stands
     single_I5: Tensor
     shared_I5: Tensor | None
     splits_R: Tensor | None

@@ -281,6 +281,27 @@ def down_from(tile: Tile) -> list[Tile]:
     return [tile, *((n, warps, stages) for n in (32, 16) if n < keys), (16, warps, 1)]
 
 
+# A plain launch: it is the first of a captured step, which has no kernel before it to follow.
+@triton.jit(do_not_specialize=["rows", "last"])
+def _places(TABLE, LENGTHS, SLOTS, POSITIONS, rows, table_pitch, last, BR: tl.constexpr, PAGE: tl.constexpr):
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    here = r < rows
+    length = tl.load(LENGTHS + r, mask=here, other=0)
+    page = tl.load(TABLE + r.to(tl.int64) * table_pitch + length // PAGE, mask=here, other=0)
+    tl.store(SLOTS + r, page.to(tl.int64) * PAGE + length % PAGE, mask=here)
+    tl.store(POSITIONS + r, tl.minimum(length, last), mask=here)
+
+
+def places(table_RM: Tensor, lengths_R: Tensor, last: int) -> tuple[Tensor, Tensor]:
+    """Slot and position of each row's new token; see `paged.places`."""
+    rows = len(lengths_R)
+    slots_R, positions_R = torch.empty_like(lengths_R), torch.empty_like(lengths_R)
+    _places[(triton.cdiv(rows, 128),)](
+        table_RM, lengths_R, slots_R, positions_R, rows, table_RM.stride(0), last, 128, PAGE, num_warps=4
+    )
+    return slots_R, positions_R
+
+
 def decode(
     q_RHD: Tensor,
     keys: Tensor,

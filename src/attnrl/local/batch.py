@@ -71,7 +71,7 @@ class PagedBatch:
         self.table = RowTable([], 0, setup.stops_V)
         self.stats = SamplerStats()
         limits = getattr(self.model.config, "max_position_embeddings", None), rope_limit(self.model)
-        self._last_position = min((n for n in limits if n is not None), default=1 << 40) - 1  # of rows that run on
+        self._positions = min((n for n in limits if n is not None), default=1 << 40)  # that the model has
         self._requests: Sequence[Request] = ()
         self._carry: _Carry | None = None
         self._flights: list[Flight] = []
@@ -91,7 +91,7 @@ class PagedBatch:
         wanted = min(len(requests), self.setup.rows)
         self.waiting = sorted_rows([as_ids(r.context) for r in requests])
         self._allocate(wanted)
-        self._forward.refresh()
+        self._forward.refresh(self._last_position + 1)
         stats.rows, stats.fused, stats.cuda_graph = wanted, self._forward.fused is not None, self._graphs.enabled
         self.table = RowTable(requests, wanted, self.setup.stops_V)
         self._state.open(len(requests))
@@ -161,6 +161,7 @@ class PagedBatch:
     def _make_state(self, rows: int, columns: int) -> None:
         self._pages_RM = np.zeros((rows, columns), np.int32)  # the pages of each running row, and how many it holds
         self._held_R = np.zeros(rows, np.int64)
+        self._last_position = min(columns * PAGE, self._positions) - 1  # of rows that run on past their end
         self._state = PagedState(self.model, self.setup.layers, rows, columns, self.setup.check_every)
 
     # Admitting requests
@@ -344,8 +345,8 @@ class PagedBatch:
         shape, sampling = key
         rows, state = shape.rows, self._state
         tokens_R, lengths_R = state.tokens_R[:rows], state.lengths_R[:rows]
-        attention = state.attention(self._held())
-        logits_RV = self._forward.logits(tokens_R, lengths_R.clamp(max=self._last_position), attention, None)
+        attention = state.attention(self._held(), self._last_position)
+        logits_RV = self._forward.logits(tokens_R, attention.positions_R, attention, None)
         outputs = state.ids_RC[:rows], state.logprobs_RC[:rows]
         draw_column(logits_RV, state.uniform_RC[:rows], state.column_1, tokens_R, lengths_R, *outputs, sampling)
         state.column_1.add_(1)

@@ -107,10 +107,10 @@ class Forward:
         if fused is not None:
             self._compare(fused, layers, dtype)
 
-    def refresh(self) -> None:
-        """Takes over the weights as they are now."""
+    def refresh(self, positions: int) -> None:
+        """Takes over the weights as they are now, for tokens at so many positions."""
         if self.fused is not None:
-            self.fused.refresh()
+            self.fused.refresh(positions)
 
     def release(self) -> None:
         """Frees what `refresh` copies."""
@@ -159,6 +159,7 @@ class Forward:
 
         own = recorded(dtype)
         with sampling_mode(self.model):
+            fused.refresh(count)
             theirs = with_last(self.logits(tokens, positions, own, positions))
             fused.scoring, self.fused = own.layers, fused
             ours = torch.cat([self.logits(tokens, positions, own.plan, ends) for ends in (None, positions[-1:])])

@@ -5,7 +5,7 @@ transformers' own forward launches about forty kernels a layer, most of them for
 is seen by its modules and then by its numbers: a first forward is compared with transformers' own and, where the two
 differ, with one in float32. Others run as they are.
 
-Shapes: T tokens, W width, H query heads, D head size, X all heads side by side, V vocabulary.
+Shapes: T tokens, P positions, W width, H query heads, D head size, X all heads side by side, V vocabulary.
 """
 
 from __future__ import annotations
@@ -168,16 +168,26 @@ class FusedDecoder:
         self.base = model.model
         self.layers = layers
         self.scoring: dict[int, Layer] = {}  # how each layer's attention scores
+        self.turns: tuple[Tensor, Tensor] | None = None  # cosines and sines of every position, [P, D]
 
-    def refresh(self) -> None:
-        """Copies the projections' weights as they are now; the copies keep their place in memory."""
+    def refresh(self, positions: int) -> None:
+        """Copies the projections' weights as they are now, and reckons how queries and keys turn at so many positions.
+
+        The copies keep their place in memory; so do the turns until more positions are asked for.
+        """
         with torch.no_grad():
             for layer in self.layers:
                 layer.qkv.refresh()
                 layer.gate_up.refresh()
+            if self.turns is None or len(self.turns[0]) < positions:
+                position_P = torch.arange(positions, device=next(self.model.parameters()).device)
+                like_1W = self.base.embed_tokens(position_P[:1])
+                cos, sin = self.base.rotary_emb(like_1W[None], position_ids=position_P[None])
+                self.turns = cos[0].contiguous(), sin[0].contiguous()
 
     def release(self) -> None:
-        """Frees the copies until the next `refresh`."""
+        """Frees the copies and the turns until the next `refresh`."""
+        self.turns = None
         for layer in self.layers:
             layer.qkv.release()
             layer.gate_up.release()
@@ -189,8 +199,7 @@ class FusedDecoder:
         """
         kernels = self.kernels
         x_TW = self.base.embed_tokens(tokens_T)
-        cos, sin = self.base.rotary_emb(x_TW[None], position_ids=positions_T[None])
-        cos_TD, sin_TD = cos[0].contiguous(), sin[0].contiguous()
+        assert self.turns is not None, "refreshed"
         after: Tensor | None = None
         for i, layer in enumerate(self.layers):
             attention, mlp = layer.module.self_attn, layer.module.mlp
@@ -198,7 +207,8 @@ class FusedDecoder:
             x_TW, normed_TW = kernels.add_norm(x_TW, after, norm.weight, norm.variance_epsilon)
             q_TX, k_TX, v_TX = layer.qkv(normed_TW)
             keys, values = plan.pool.keys[i], plan.pool.values[i]
-            kernels.rotate_store(q_TX, k_TX, v_TX, cos_TD, sin_TD, plan.slots_T, keys, values, layer.norms())
+            places = positions_T, plan.slots_T
+            kernels.rotate_store(q_TX, k_TX, v_TX, *self.turns, *places, keys, values, layer.norms())
             plan.stored(i)
             q_THD, reading = q_TX.unflatten(1, (layer.heads, layer.dim)), plan
             if ends is not None and i == len(self.layers) - 1:
@@ -271,8 +281,9 @@ def fuse(model: Any, device: torch.device) -> FusedDecoder | None:
     if layers is None:
         return None
     fused = FusedDecoder(model, layers)
-    fused.refresh()
-    return fused
+    fused.refresh(1)
+    whole = fused.turns is not None and fused.turns[0].shape[1]  # else a part of each head turns
+    return fused if all(layer.dim == whole for layer in layers) else None
 
 
 def agrees(

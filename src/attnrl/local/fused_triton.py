@@ -1,6 +1,7 @@
 """The elementwise parts of a decoder layer, each in one kernel.
 
-Shapes: T tokens, W width, H query heads, K key/value heads, D head size, F inner width of the feed-forward part.
+Shapes: T tokens, P positions, W width, H query heads, K key/value heads, D head size, F inner width of the
+feed-forward part.
 Every value that transformers' own modules round to the model's dtype is rounded here too, so both agree up to the
 rounding of sums.
 """
@@ -75,21 +76,22 @@ def _rotated(
 
 @triton.jit
 def _rotate_store(
-    Q, KNEW, VNEW, COS, SIN, SLOTS, KEYS, VALUES, QNORM, KNORM, eps, q_pitch, k_pitch, v_pitch,
+    Q, KNEW, VNEW, COS, SIN, POSITIONS, SLOTS, KEYS, VALUES, QNORM, KNORM, eps, q_pitch, k_pitch, v_pitch,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
     BHALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
+    turn = tl.load(POSITIONS + token) * D
     slot = tl.load(SLOTS + token)
     half: tl.constexpr = D // 2
     i = tl.arange(0, BHALF)[None, :]
     low = i < half
     dtype = Q.dtype.element_ty
-    c1 = tl.load(COS + token * D + i, mask=low, other=0.0).to(tl.float32)
-    c2 = tl.load(COS + token * D + half + i, mask=low, other=0.0).to(tl.float32)
-    s1 = tl.load(SIN + token * D + i, mask=low, other=0.0).to(tl.float32)
-    s2 = tl.load(SIN + token * D + half + i, mask=low, other=0.0).to(tl.float32)
+    c1 = tl.load(COS + turn + i, mask=low, other=0.0).to(tl.float32)
+    c2 = tl.load(COS + turn + half + i, mask=low, other=0.0).to(tl.float32)
+    s1 = tl.load(SIN + turn + i, mask=low, other=0.0).to(tl.float32)
+    s2 = tl.load(SIN + turn + half + i, mask=low, other=0.0).to(tl.float32)
 
     h = tl.arange(0, BH)[:, None]
     here = (h < H) & low
@@ -115,8 +117,9 @@ def rotate_store(
     q_TX: Tensor,
     k_TX: Tensor,
     v_TX: Tensor,
-    cos_TD: Tensor,
-    sin_TD: Tensor,
+    cos_PD: Tensor,
+    sin_PD: Tensor,
+    positions_T: Tensor,
     slots_T: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -127,9 +130,10 @@ def rotate_store(
     heads = q_TX.shape[1] // dim
     q_norm, k_norm, eps = (q_TX, q_TX, 0.0) if norms is None else norms
     _rotate_store[(q_TX.shape[0],)](
-        q_TX, k_TX, v_TX, cos_TD, sin_TD, slots_T, keys, values, q_norm, k_norm, eps, q_TX.stride(0), k_TX.stride(0),
-        v_TX.stride(0), heads, kv_heads, dim, triton.next_power_of_2(heads), triton.next_power_of_2(kv_heads),
-        triton.next_power_of_2(dim), triton.next_power_of_2(dim // 2), PAGE, norms is not None,
+        q_TX, k_TX, v_TX, cos_PD, sin_PD, positions_T, slots_T, keys, values, q_norm, k_norm, eps, q_TX.stride(0),
+        k_TX.stride(0), v_TX.stride(0), heads, kv_heads, dim, triton.next_power_of_2(heads),
+        triton.next_power_of_2(kv_heads), triton.next_power_of_2(dim), triton.next_power_of_2(dim // 2), PAGE,
+        norms is not None,
         num_warps=max(1, triton.next_power_of_2(heads) // 16), **early(q_TX.device),
     )  # fmt: skip
 

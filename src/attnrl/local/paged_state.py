@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnrl.attention.paged import PagedDecode, has_kernels
+from attnrl.attention.paged import PagedDecode, has_kernels, places
 from attnrl.attention.pages import (
     PAGE,
     Ints,
@@ -121,14 +121,13 @@ class PagedState:
         self._splits_R[:rows] = 0
         self._splits_R[: len(lengths)] = sent(items.splits_R, self.device)
 
-    def attention(self, pool: PagePool) -> PagedDecode:
-        """The step's attention, over the state as it is on the device."""
+    def attention(self, pool: PagePool, last: int) -> PagedDecode:
+        """The step's attention, over the state as it is on the device; no row stands behind position `last`."""
         shape = self.shape
         rows = shape.rows
         lengths_R = self.lengths_R[:rows]
         table_RM = self.table_RM[:rows]
-        page_R = table_RM.gather(1, (lengths_R // PAGE)[:, None])[:, 0]
-        slots_R = page_R.long() * PAGE + lengths_R % PAGE
+        placed = places(table_RM, lengths_R, last)
         scratch, splits_R = None, None
         if shape.splits > 1:
             splits_R = self._splits_R[:rows]
@@ -139,4 +138,4 @@ class PagedState:
                 scratch = self.scratch[rows, shape.splits] = (part, torch.empty_like(part[..., 0]))
         shared_I5 = self._shared_I5[: shape.shared] if shape.shared else None
         single_I5 = self._single_I5[: shape.single]
-        return PagedDecode(pool, table_RM, lengths_R, slots_R, single_I5, shared_I5, splits_R, scratch)
+        return PagedDecode(pool, table_RM, lengths_R, *placed, single_I5, shared_I5, splits_R, scratch)
