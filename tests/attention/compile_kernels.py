@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from attnrl.attention import paged_triton
 from attnrl.local import draw_triton, fused_triton, learn_triton, products_triton
 
-ACCESS = re.compile(r"\b(ld|st|red|atom)\.global|cp\.async\.c[ag]")  # of global memory
+READ, WRITE = re.compile(r"\bld\.global|cp\.async\.c[ag]"), re.compile(r"\b(st|red|atom)\.global")
 BF16, INT32, INT64, FLOAT = "*bf16", "*i32", "*i64", "*fp32"
 POOL = {"Q": BF16, "KEYS": BF16, "VALUES": BF16, "TABLE": INT32, "LENGTHS": INT64, "ITEMS": INT32, "OUT": BF16}
 POOL |= {"PART": FLOAT, "LSE": FLOAT, "BLOCKS": INT32, "SPLITS": INT32, "scale2": "fp32"}
@@ -61,6 +61,8 @@ LEARN = dict.fromkeys(("X", "WEIGHT", "G_NORMED", "G_SUM", "DX", "OUT", "COS", "
 LEARN |= {"LOGITS": BF16, "TARGETS": INT64, "DWEIGHT": FLOAT, "LOGPROBS": FLOAT, "ENTROPY": FLOAT}
 LEARN |= {"G_LOGPROB": FLOAT, "G_ENTROPY": FLOAT, "eps": "fp32", "inverse": "fp32"}
 PRODUCT = {"GATED": False, "BT": 64, "BN": 64, "BK": 128, "EVEN": True}
+ROTATE = {"BH": 16, "BK": 2, "BHALF": 64}
+BIASED = dict.fromkeys(("Q", "KNEW", "VNEW"), FLOAT) | dict.fromkeys(("Q_BIAS", "K_BIAS", "V_BIAS"), BF16)
 TURN = {"H": 12, "D": 128, "BH": 16, "BHALF": 64}
 STARTED = {"EARLY": True, "AHEAD": 128}  # as on a GPU of this kind
 # name, kernel, types, constants, warps, stages
@@ -79,7 +81,8 @@ KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
     ("add_norm 4", fused_triton._add_norm, LAYER | {"Y": FLOAT}, {"BW": 2048, "PARTS": 4}, 4, 3),
     ("gated", products_triton._product, LAYER, PRODUCT | {"S": 1, "GATED": True, "BK": 64}, 4, 4),
     ("summed_apart", products_triton._product, LAYER | {"OUT": FLOAT}, PRODUCT | {"S": 4, "BT": 16}, 4, 3),
-    ("rotate_store", fused_triton._rotate_store, LAYER, HEADS | {"BH": 16, "BK": 2, "BHALF": 64, "NORM": True}, 4, 3),
+    ("rotate_store", fused_triton._rotate_store, LAYER, HEADS | ROTATE | {"NORM": True, "PARTS": 1}, 4, 3),
+    ("rotate_store 4", fused_triton._rotate_store, LAYER | BIASED, HEADS | ROTATE | {"NORM": False, "PARTS": 4}, 1, 3),
     ("norm_back", learn_triton._norm_back, LEARN, {"BW": 2048, "ROWS": 32, "ADD": True}, 4, 3),
     ("rotate", learn_triton._rotate, LEARN, TURN | {"BACK": False}, 4, 3),
     ("rotate back", learn_triton._rotate, LEARN, TURN | {"BACK": True}, 4, 3),
@@ -98,7 +101,7 @@ def build(
 ) -> Any:
     """The compiled kernel; pointers and pitches are multiples of 16, as they are in use."""
     names = kernel.arg_names
-    none = {name: None for name in ("inner2", "SINKS") if name not in types}  # no soft-cap, no sinks
+    none = {name: None for name in ("inner2", "SINKS", "Q_BIAS", "K_BIAS", "V_BIAS") if name not in types}
     known = {name: value for name, value in (STARTED | none | constants).items() if name in names}
     signature = {name: "constexpr" if name in known else types.get(name, "i32") for name in names}
     aligned = {
@@ -131,13 +134,15 @@ if __name__ == "__main__":
     for name, kernel, types, constants, warps, stages in KERNELS:
         built = build(kernel, types, constants, warps, stages)
         ptx = built.asm["ptx"]
+        before, waits, _ = ptx.partition("griddepcontrol.wait")
         report[name] = {
             "shared": built.metadata.shared,
             "wgmma": ptx.count("wgmma.mma_async"),
             "mma": ptx.count("mma.sync"),
             "wide_copies": ptx.count("cp.async.cg.shared.global"),
             "early": "EARLY" in kernel.arg_names,
-            "waits_first": "griddepcontrol.wait" in ptx and not ACCESS.search(ptx.partition("griddepcontrol.wait")[0]),
+            "waits": bool(waits) and not WRITE.search(before),
+            "reads_first": bool(waits and READ.search(before)),
         }
     small = {"half": on_small_gpus(BF16, (64, 4, 3), 3), "float32": on_small_gpus(FLOAT, (32, 4, 2), 2)}
     print(json.dumps(report))

@@ -26,7 +26,7 @@ from attnrl.attention import paged_triton
 from attnrl.attention.pages import PAGE, common_pages, cut, groups_of, pages_for
 from attnrl.local.draw import draw
 from attnrl.local.draw_triton import draw_into
-from attnrl.local.fused_triton import add_norm
+from attnrl.local.fused_triton import add_norm, rotate_store
 from attnrl.local.products_triton import fits, gated, summed_apart
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Sampling, as_ids
@@ -215,6 +215,42 @@ def product_case(tokens: int, width: int, inner: int) -> dict[str, Any]:
     }
 
 
+def turn_case(tokens: int, width: int, dim: int, *, bias: bool, norms: bool, whole: bool = False) -> dict[str, Any]:
+    """Queries, keys and values projected in parts, or as a `whole`, turned and stored, against float64."""
+    torch.manual_seed(4)
+    heads, kv = 6, 2
+    x = torch.randn(tokens, width, device=DEVICE).half()
+    weight = (torch.randn((heads + 2 * kv) * dim, width, device=DEVICE) / width**0.5).half()
+    shift = torch.randn(len(weight), device=DEVICE).half() if bias else None
+    sizes = [heads * dim, kv * dim, kv * dim]
+    parts = summed_apart(x, weight)
+    wide = x.double() @ weight.double().T + (0.0 if shift is None else shift.double())
+    given = (parts, shift) if not whole else (wide.half(), None)
+    position = torch.randperm(90, device=DEVICE)[:tokens]
+    angle = torch.rand(90, dim // 2, device=DEVICE).repeat(1, 2) * 6
+    cos, sin = angle.cos().half(), angle.sin().half()
+    slots = torch.randperm(8 * PAGE, device=DEVICE)[:tokens]
+    keys, values = torch.zeros(2, 8, kv, PAGE, dim, device=DEVICE).half()
+    scales = torch.rand(2, dim, device=DEVICE).half() + 0.5
+    qkv, biases = (None if y is None else y.split(sizes, -1) for y in given)
+    norm = (*scales, 1e-6) if norms else None
+    turned = rotate_store(qkv, biases, cos, sin, position, slots, keys, values, norm)
+
+    def expected(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        y = y.unflatten(1, (-1, dim))
+        if norms:
+            y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale.double()
+        halves = torch.cat([-y[..., dim // 2 :], y[..., : dim // 2]], -1)
+        return y * cos[position].double()[:, None] + halves * sin[position].double()[:, None]
+
+    q, k, v = wide.split(sizes, -1)
+    stored = (pool[slots // PAGE, :, slots % PAGE].double() for pool in (keys, values))
+    pairs = zip((turned.view(tokens, heads, dim).double(), *stored), (q, k, v), strict=True)
+    (q_ours, q), (k_ours, k), (v_ours, v) = pairs
+    gaps = (q_ours - expected(q, scales[0]), k_ours - expected(k, scales[1]), v_ours - v.unflatten(1, (-1, dim)))
+    return {"kind": "turn", "error": max(float(gap.abs().max()) for gap in gaps), "parts": len(parts)}
+
+
 def sampler_case(kind: str) -> dict[str, Any]:
     """The whole sampler over pages with fused kernels, against the one over slots with transformers' own forward."""
     torch.manual_seed(0)
@@ -276,6 +312,10 @@ if __name__ == "__main__":
         product_case(3, 48, 200),  # neither width is whole turns
         product_case(17, 256, 64),
         product_case(64, 2048, 96),
+        product_case(5, 64, 700),  # the last part is shorter than the others
+        turn_case(3, 400, 8, bias=True, norms=False),
+        turn_case(17, 300, 24, bias=False, norms=True),
+        turn_case(5, 64, 8, bias=False, norms=False, whole=True),
         places_case(3, 1 << 40),
         places_case(300, 90),
     ]

@@ -60,8 +60,10 @@ class Kernels:
         return x, normed
 
     def rotate_store(
-        self, q: Any, k: Any, v: Any, cos: Any, sin: Any, positions: Any, slots: Any, keys: Any, values: Any, _: Any
-    ) -> None:
+        self, qkv: Any, biases: Any, cos: Any, sin: Any, positions: Any, slots: Any, keys: Any, values: Any, _: Any
+    ) -> torch.Tensor:
+        assert biases is None
+        q, k, v = (x if x.dim() == 2 else x.sum(0).to(keys.dtype) for x in qkv)
         cos, sin = cos[positions], sin[positions]
         if self.wrong == "positions":
             cos, sin = cos.roll(1, 0), sin.roll(1, 0)
@@ -72,9 +74,9 @@ class Kernels:
             halves = torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1)
             return x * cos[:, None] + halves * sin[:, None]
 
-        q.copy_(rotated(q).flatten(1))
         keys[slots // page, :, slots % page] = rotated(k)
         values[slots // page, :, slots % page] = v.unflatten(1, (-1, dim))
+        return rotated(q).flatten(1)
 
     def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return F.silu(gate * 1.2 if self.wrong == "gate" else gate) * up
@@ -84,6 +86,9 @@ class Kernels:
 
     def gated(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.gate(*((x.float() @ part.float().T).to(x.dtype) for part in weight.chunk(2)))
+
+    def parts_of(self, weight: torch.Tensor) -> int:
+        return 8
 
     def summed_apart(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         parts = zip(x.chunk(8, -1), weight.chunk(8, -1), strict=True)

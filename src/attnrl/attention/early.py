@@ -2,8 +2,9 @@
 
 A decode step is nine kernels a layer, most of them short, and between two of them a GPU idles. On Hopper GPUs and
 later a kernel may start while its predecessor still runs ("programmatic dependent launch"): it sets itself up and waits
-in `follow` until the predecessor's results can be read. Nothing that another kernel writes may be touched before that;
-weights may be asked for, since a step writes none.
+until the predecessor's results can be read. It starts once all programs of the predecessor have passed on, which they
+do after their own wait: what kernels further back have written is there. Until its wait a kernel may touch that, and
+weights, which a step does not write; it writes nothing itself.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -22,11 +23,24 @@ from triton.language.extra import cuda
 
 
 @triton.jit
-def follow(EARLY: tl.constexpr):
-    """First statement of a kernel launched with `early`: waits for the kernel before it, lets the next one start."""
+def wait(EARLY: tl.constexpr):
+    """Waits for the kernel before this one, if it was launched with `early`."""
     if EARLY:
         cuda.gdc_wait()
+
+
+@triton.jit
+def pass_on(EARLY: tl.constexpr):
+    """Lets the next kernel start, once all programs of this one are here or have ended; comes after `wait`."""
+    if EARLY:
         cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def follow(EARLY: tl.constexpr):
+    """Waits for the kernel before this one, and lets the next one start."""
+    wait(EARLY)
+    pass_on(EARLY)
 
 
 @triton.jit
@@ -39,7 +53,7 @@ def fetch(POINTERS, BYTES: tl.constexpr):
 
 @cache
 def early(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel that begins with `follow`, where the device can start it early."""
+    """Launch options of a kernel that waits, where the device can start it early."""
     compiled = os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None
     if device.type != "cuda" or not compiled or torch.cuda.get_device_capability(device) < (9, 0):
         return {}

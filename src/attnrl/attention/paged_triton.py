@@ -22,16 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnrl.attention.early import early, follow
+from attnrl.attention.early import early, fetch, follow, pass_on, wait
 from attnrl.attention.fitting import launch
-from attnrl.attention.pages import PAGE, SHARED_QUERIES
+from attnrl.attention.pages import EARLY_ROWS, PAGE, SHARED_QUERIES
 
 LOG2E = 1.4426950408889634
 # Gluon is experimental: only the Triton versions that compile our kernels are trusted with it.
 GLUON = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 10)
 Tile = tuple[int, int, int]  # keys a turn, warps, stages
 WARP_OUTPUTS = 2048  # numbers of a result that one warp can hold beside its tiles
-EARLY_ROWS = 32  # up to which starting them early pays: 5 % of a step at 8 rows, 1 at 32, none at 64
 
 
 @triton.jit
@@ -102,7 +101,6 @@ def _decode(
     BE: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr = False, inner2=None, SINKS=None,
 ):  # fmt: skip
-    follow(EARLY)
     item = ITEMS + tl.program_id(0) * 5
     kv = tl.program_id(1)
     rows = tl.load(item + 1)
@@ -110,23 +108,28 @@ def _decode(
     start = tl.load(item + 2)
     stop = tl.load(item + 3)
     split = tl.load(item + 4)
-    if rows == 0:
-        return
     m = tl.arange(0, BM)
     real_m = m < rows * G
     row_m = first + tl.where(real_m, m // G, 0)
     head_m = kv * G + m % G
-    newest_m = tl.load(LENGTHS + row_m).to(tl.int32)  # the newest token's position: it is already stored
+    newest_m = tl.load(LENGTHS + row_m).to(tl.int32)  # the newest token's position
     start, clear, end = _span(newest_m, start, stop, window, PAGE, WINDOW)
+    table = TABLE + first * table_pitch
+    place_n = tl.arange(0, PAGE)
+    page = tl.load(table + start // PAGE, mask=start < clear, other=0)
+    if EARLY and D % 8 == 0 and E % 8 == 0:
+        slot = (page.to(tl.int64) * K + kv) * PAGE + place_n
+        fetch(KEYS + slot * D, D * (KEYS.dtype.element_ty.primitive_bitwidth // 8))
+        fetch(VALUES + slot * E, E * (VALUES.dtype.element_ty.primitive_bitwidth // 8))
+    wait(EARLY)
+    if rows == 0:
+        return
     d = tl.arange(0, BD)
     e = tl.arange(0, BE)
     q = tl.load(Q + row_m[:, None] * q_pitch + head_m[:, None] * D + d, mask=real_m[:, None] & (d < D), other=0.0)
     top = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BE], tl.float32)
-    table = TABLE + first * table_pitch
-    place_n = tl.arange(0, PAGE)
-    page = tl.load(table + start // PAGE, mask=start < clear, other=0)
     for at in range(start, clear, PAGE):
         slot = (page.to(tl.int64) * K + kv) * PAGE + place_n
         # The next page's number is brought a turn early: its keys can be asked for without waiting for it.
@@ -146,6 +149,7 @@ def _decode(
         )
     if SINKS is not None and DIRECT:
         total = _with_sink(total, top * scale2, tl.load(SINKS + head_m))
+    pass_on(EARLY)  # not before: what starts meanwhile takes the place of pieces
     out = acc * tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
     inside = real_m[:, None] & (e < E)
     if DIRECT:
@@ -163,10 +167,10 @@ def _join(
     H: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr, EARLY: tl.constexpr = False,
     SINKS=None,
 ):  # fmt: skip
-    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    count = tl.load(SPLITS + row)
+    count = tl.load(SPLITS + row)  # as the host wrote it
+    follow(EARLY)
     e = tl.arange(0, BE)
     top = -float("inf")
     total = 0.0

@@ -145,6 +145,7 @@ class Items:
 
 ENDLESS = 1 << 30  # the end of a row's last item: it grows with the row
 MIN_SHARED = 8  # pages that rows must have in common to be read together
+EARLY_ROWS = 64  # up to which the attention of rows that share nothing starts early
 SHARED_QUERIES = 32  # queries of an item whose pages several rows share
 
 

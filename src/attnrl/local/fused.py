@@ -104,8 +104,11 @@ class _Joined:
     def __call__(self, x_TW: Tensor) -> tuple[Tensor, ...]:
         if self.weight is None:
             return tuple(part(x_TW) for part in self.parts)
-        out_TX = F.linear(x_TW, self.weight, self.bias)
-        parts: tuple[Tensor, ...] = out_TX.split([part.out_features for part in self.parts], -1)
+        return self.split(F.linear(x_TW, self.weight, self.bias))
+
+    def split(self, out: Tensor) -> tuple[Tensor, ...]:
+        """Each module's part of the last dimension."""
+        parts: tuple[Tensor, ...] = out.split([part.out_features for part in self.parts], -1)
         return parts
 
 
@@ -205,10 +208,10 @@ class FusedDecoder:
             attention, mlp = layer.module.self_attn, layer.module.mlp
             norm = layer.module.input_layernorm
             x_TW, normed_TW = kernels.add_norm(x_TW, after, norm.weight, norm.variance_epsilon)
-            q_TX, k_TX, v_TX = layer.qkv(normed_TW)
             keys, values = plan.pool.keys[i], plan.pool.values[i]
             places = positions_T, plan.slots_T
-            kernels.rotate_store(q_TX, k_TX, v_TX, *self.turns, *places, keys, values, layer.norms())
+            projected = self._projected(layer.qkv, normed_TW)
+            q_TX = kernels.rotate_store(*projected, *self.turns, *places, keys, values, layer.norms())
             plan.stored(i)
             q_THD, reading = q_TX.unflatten(1, (layer.heads, layer.dim)), plan
             if ends is not None and i == len(self.layers) - 1:
@@ -221,6 +224,13 @@ class FusedDecoder:
         norm = self.base.norm
         normed: Tensor = kernels.add_norm(x_TW, after, norm.weight, norm.variance_epsilon)[1]
         return normed
+
+    def _projected(self, qkv: _Joined, x_TW: Tensor) -> tuple[Any, Any]:
+        """Queries, keys and values, each [T, X], or parts of them [S, T, X] and biases still to be added."""
+        if qkv.weight is None or not self.products.fits(x_TW) or self.products.parts_of(qkv.weight) == 1:
+            return qkv(x_TW), None
+        parts_STX = self.products.summed_apart(x_TW, qkv.weight)
+        return qkv.split(parts_STX), None if qkv.bias is None else qkv.split(qkv.bias)
 
     def _summed(self, module: Any, x_TK: Tensor, residual_TN: Tensor) -> Tensor | None:
         """What a linear module returns, [T, N], or parts of it, [S, T, N], for `add_norm` to add to the residual.

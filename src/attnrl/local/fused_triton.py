@@ -57,12 +57,21 @@ def add_norm(x_TW: Tensor, y: Tensor | None, weight_W: Tensor, eps: float) -> tu
 
 
 @triton.jit
+def _projected(X, BIAS, place, here, pitch, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """Outputs of a linear module, of which X may hold parts, in float32; rounded where the module rounds."""
+    x = tl.load(X + place, mask=here, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(X + part * pitch + place, mask=here, other=0.0)
+    if BIAS is not None:
+        x += tl.load(BIAS + place, mask=here, other=0.0).to(tl.float32)
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _rotated(
-    X, here, half, WEIGHT, i, low, eps, c1, c2, s1, s2, D: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr
+    x1, x2, half, WEIGHT, i, low, eps, c1, c2, s1, s2, D: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr
 ):
     """Both halves of x * cos + rotate_half(x) * sin, x normed first if asked; rounded where transformers rounds."""
-    x1 = tl.load(X, mask=here, other=0.0).to(tl.float32)
-    x2 = tl.load(X + half, mask=here, other=0.0).to(tl.float32)
     if NORM:
         scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
         w1 = tl.load(WEIGHT + i, mask=low, other=0.0).to(tl.float32)
@@ -74,49 +83,57 @@ def _rotated(
     return y1.to(dtype), y2.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pitch"])
 def _rotate_store(
-    Q, KNEW, VNEW, COS, SIN, POSITIONS, SLOTS, KEYS, VALUES, QNORM, KNORM, eps, q_pitch, k_pitch, v_pitch,
+    Q, KNEW, VNEW, Q_BIAS, K_BIAS, V_BIAS, COS, SIN, POSITIONS, SLOTS, OUT, KEYS, VALUES, QNORM, KNORM, eps, q_pitch,
+    k_pitch, v_pitch, out_pitch, pitch,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr,
-    BHALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr = False,
+    BHALF: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    follow(EARLY)
-    token = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)  # where it goes was written long before the kernel before this one
     turn = tl.load(POSITIONS + token) * D
     slot = tl.load(SLOTS + token)
     half: tl.constexpr = D // 2
     i = tl.arange(0, BHALF)[None, :]
     low = i < half
-    dtype = Q.dtype.element_ty
+    dtype = OUT.dtype.element_ty
     c1 = tl.load(COS + turn + i, mask=low, other=0.0).to(tl.float32)
     c2 = tl.load(COS + turn + half + i, mask=low, other=0.0).to(tl.float32)
     s1 = tl.load(SIN + turn + i, mask=low, other=0.0).to(tl.float32)
     s2 = tl.load(SIN + turn + half + i, mask=low, other=0.0).to(tl.float32)
+    follow(EARLY)
 
     h = tl.arange(0, BH)[:, None]
     here = (h < H) & low
-    q = Q + token * q_pitch + h * D + i
-    y1, y2 = _rotated(q, here, half, QNORM, i, low, eps, c1, c2, s1, s2, D, NORM, dtype)
-    tl.store(q, y1, mask=here)
-    tl.store(q + half, y2, mask=here)
+    q = h * D + i
+    x1 = _projected(Q + token * q_pitch, Q_BIAS, q, here, pitch, PARTS, dtype)
+    x2 = _projected(Q + token * q_pitch, Q_BIAS, q + half, here, pitch, PARTS, dtype)
+    y1, y2 = _rotated(x1, x2, half, QNORM, i, low, eps, c1, c2, s1, s2, D, NORM, dtype)
+    tl.store(OUT + token * out_pitch + q, y1, mask=here)
+    tl.store(OUT + token * out_pitch + q + half, y2, mask=here)
 
     kv = tl.arange(0, BK)[:, None]
     there = (kv < K) & low
-    k = KNEW + token * k_pitch + kv * D + i
-    y1, y2 = _rotated(k, there, half, KNORM, i, low, eps, c1, c2, s1, s2, D, NORM, dtype)
+    k = kv * D + i
+    x1 = _projected(KNEW + token * k_pitch, K_BIAS, k, there, pitch, PARTS, dtype)
+    x2 = _projected(KNEW + token * k_pitch, K_BIAS, k + half, there, pitch, PARTS, dtype)
+    y1, y2 = _rotated(x1, x2, half, KNORM, i, low, eps, c1, c2, s1, s2, D, NORM, dtype)
     place = (slot // PAGE * K + kv) * PAGE + slot % PAGE
     tl.store(KEYS + place * D + i, y1, mask=there)
     tl.store(KEYS + place * D + half + i, y2, mask=there)
 
     d = tl.arange(0, BD)[None, :]
-    v = tl.load(VNEW + token * v_pitch + kv * D + d, mask=(kv < K) & (d < D), other=0.0)
-    tl.store(VALUES + place * D + d, v, mask=(kv < K) & (d < D))
+    inside = (kv < K) & (d < D)
+    v = _projected(VNEW + token * v_pitch, V_BIAS, kv * D + d, inside, pitch, PARTS, dtype)
+    tl.store(VALUES + place * D + d, v.to(dtype), mask=inside)
+
+
+Projections = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 
 
 def rotate_store(
-    q_TX: Tensor,
-    k_TX: Tensor,
-    v_TX: Tensor,
+    qkv: Projections,
+    biases: Projections | None,
     cos_PD: Tensor,
     sin_PD: Tensor,
     positions_T: Tensor,
@@ -124,18 +141,26 @@ def rotate_store(
     keys: Tensor,
     values: Tensor,
     norms: tuple[Tensor, Tensor, float] | None,
-) -> None:
-    """Rotates queries in place, stores rotated keys and the values in their slots; `norms` come before the rotation."""
+) -> Tensor:
+    """The queries rotated, [T, X]; rotated keys and the values are stored in their slots. `norms` come before.
+
+    The projections are [T, X], and then queries are rotated in place, or parts of them [S, T, X], to which `biases` are
+    to be added.
+    """
+    q, k, v = qkv
     kv_heads, dim = keys.shape[1], keys.shape[3]
-    heads = q_TX.shape[1] // dim
-    q_norm, k_norm, eps = (q_TX, q_TX, 0.0) if norms is None else norms
-    _rotate_store[(q_TX.shape[0],)](
-        q_TX, k_TX, v_TX, cos_PD, sin_PD, positions_T, slots_T, keys, values, q_norm, k_norm, eps, q_TX.stride(0),
-        k_TX.stride(0), v_TX.stride(0), heads, kv_heads, dim, triton.next_power_of_2(heads),
-        triton.next_power_of_2(kv_heads), triton.next_power_of_2(dim), triton.next_power_of_2(dim // 2), PAGE,
-        norms is not None,
-        num_warps=max(1, triton.next_power_of_2(heads) // 16), **early(q_TX.device),
+    heads = q.shape[-1] // dim
+    parts = 1 if q.dim() == 2 else len(q)
+    out_TX = q if q.dim() == 2 else torch.empty(q.shape[1:], dtype=keys.dtype, device=q.device)
+    q_norm, k_norm, eps = (out_TX, out_TX, 0.0) if norms is None else norms
+    _rotate_store[(len(out_TX),)](
+        *qkv, *(biases or (None,) * 3), cos_PD, sin_PD, positions_T, slots_T, out_TX, keys, values, q_norm, k_norm, eps,
+        q.stride(-2), k.stride(-2), v.stride(-2), out_TX.stride(0), q.stride(0), heads, kv_heads, dim,
+        triton.next_power_of_2(heads), triton.next_power_of_2(kv_heads), triton.next_power_of_2(dim),
+        triton.next_power_of_2(dim // 2), PAGE, norms is not None, parts,
+        num_warps=max(1, triton.next_power_of_2(heads) // 16), **early(q.device),
     )  # fmt: skip
+    return out_TX
 
 
 @triton.jit

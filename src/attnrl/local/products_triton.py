@@ -20,9 +20,10 @@ from torch import Tensor
 from attnrl.attention.early import early, fetch, follow
 
 FEW = 64  # tokens up to which these kernels were measured to be the faster ones
-PROGRAMS = 128  # that keep the memory of a large GPU busy
+PROGRAMS = 96  # of a product summed in parts, about: 72 and 128 were slower on a GPU of 132 multiprocessors
 AHEAD = 128  # weights of a row that a program asks for before its tokens are there
 GATED = (64, 64, 5)  # tile of gate and up: columns, inputs a turn, stages at most
+SUMMED = (64, 128, 6)  # of a product summed in parts
 SPARE_BYTES = 8192  # of shared memory, for what Triton lays there beside the tiles
 
 
@@ -99,11 +100,17 @@ def gated(x_TK: Tensor, weight_MK: Tensor, tile: tuple[int, int, int] = GATED) -
     return _run(x_TK, weight_MK, out_TN, 1, True, tile, room)
 
 
+def parts_of(weight_NK: Tensor) -> int:
+    """Parts in which a product with these weights is summed; all have work."""
+    columns, turn, _ = SUMMED
+    rows, width = weight_NK.shape
+    turns = triton.cdiv(width, turn)
+    parts = min(8, turns, max(1, round(PROGRAMS / triton.cdiv(rows, columns))))
+    return int(triton.cdiv(turns, triton.cdiv(turns, parts)))
+
+
 def summed_apart(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     """Parts [S, T, N] in float32 that add up to x weight^T."""
-    tiles = triton.cdiv(len(weight_NK), 64)
-    parts = 1
-    while parts * 2 * tiles <= PROGRAMS and parts < 8:
-        parts *= 2
+    parts = parts_of(weight_NK)
     out_STN = x_TK.new_empty(parts, len(x_TK), len(weight_NK), dtype=torch.float32)
-    return _run(x_TK, weight_NK, out_STN, parts, False, (64, 128, 6), shared_bytes(x_TK.device))
+    return _run(x_TK, weight_NK, out_STN, parts, False, SUMMED, shared_bytes(x_TK.device))
