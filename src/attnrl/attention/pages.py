@@ -193,6 +193,23 @@ def groups_of(common: Ints, rows: int, most: int) -> list[tuple[int, int, int]]:
     return groups
 
 
+def piece(lengths_R: Ints, pieces: int, least: int) -> int:
+    """The fewest tokens a piece, in whole pages and at least `least`, of which rows of these lengths take at most so
+    many pieces; `cut` gives each row one.
+
+    >>> piece(np.array([4096] * 64), 396, 256), piece(np.array([9000, 300]), 10, 256), piece(np.array([70, 40]), 1, 32)
+    (608, 928, 96)
+    """
+    low, high = pages_for(least), max(pages_for(least), pages_for(int(lengths_R.max())))
+    while low < high:
+        middle = (low + high) // 2
+        if int((lengths_R // (middle * PAGE)).clip(1).sum()) <= pieces:
+            high = middle
+        else:
+            low = middle + 1
+    return low * PAGE
+
+
 def cut(groups: list[tuple[int, int, int]], lengths_R: Ints, chunk: int) -> Items:
     """The items of rows of these lengths (the newest token included), `chunk` tokens each, in whole pages.
 

@@ -23,6 +23,7 @@ from attnrl.attention.pages import (
     common_pages,
     cut,
     groups_of,
+    piece,
     sent,
     shared_rows,
 )
@@ -107,8 +108,10 @@ class PagedState:
         groups = groups_of(common, len(lengths), shared_rows(self._group_size))
         spared = sum((count - 1) * shared * PAGE for _, count, shared in groups)
         work = (int(lengths.sum()) - spared) * self._kv_heads
-        early = rows <= EARLY_ROWS and not spared
-        chunk = max(MIN_CHUNK, -(-work // ((EARLY_PROGRAMS if early else PROGRAMS) * 64)) * 64)
+        if rows <= EARLY_ROWS and not spared:
+            chunk = piece(lengths, EARLY_PROGRAMS // self._kv_heads, MIN_CHUNK)
+        else:
+            chunk = max(MIN_CHUNK, -(-work // (PROGRAMS * 64)) * 64)
         items = cut(groups, lengths, chunk)
         while max(len(items.single_I5), len(items.shared_I5)) > self._most_items:
             chunk *= 2
