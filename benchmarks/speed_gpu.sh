@@ -29,6 +29,15 @@ if [ -n "${TINY:-}" ]; then
   SHAPE=tiny SMALL=tiny LIMIT=64 SHORT=64 TINY_FLAG=--tiny DEVICE='--device cpu' PLAIN='' AGREE='--prompts 2 --group 1 --tokens 8' LIMITS=64,128
 fi
 
+case " $* " in
+  *" vllm "* | *" small "* | *" plain "* | *" agree "*)
+    if [ -z "${TINY:-}" ] && ! $PYTHON -c 'import sys; from importlib.util import find_spec; sys.exit(not find_spec("vllm"))'; then
+      echo "parts vllm, small, plain and agree stand beside vLLM, which is not installed here" >&2
+      exit 2
+    fi
+    ;;
+esac
+
 measure() { # name, script, options
   local name=$1 script=$2 begin
   shift 2
