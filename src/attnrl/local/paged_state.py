@@ -32,7 +32,7 @@ from attnrl.local.rows import RowTable
 from attnrl.local.stats import length_bucket, step_rows
 
 PROGRAMS = 528  # pieces of attention that keep all multiprocessors of a large GPU busy, a few each
-EARLY_PROGRAMS = 792  # where it starts early: as many as there is room for, since fewer would be dealt out unevenly
+ROOM = 6  # pieces that a multiprocessor holds at once, at head size 128 in half precision
 MIN_CHUNK = 256  # tokens of the shortest piece
 REPLAN = 8  # looks after which the pieces are cut anew, since rows have grown
 
@@ -63,7 +63,10 @@ class PagedState:
         self.uniform_RC, self.logprobs_RC = torch.zeros(2, rows, check_every, dtype=torch.float32, device=device)
         self.ids_RC = torch.zeros(rows, check_every, dtype=torch.int64, device=device)
         self.column_1 = torch.zeros(1, dtype=torch.int64, device=device)
-        self._most_items = 4 * rows + 2 * EARLY_PROGRAMS
+        self._room = PROGRAMS  # pieces that the device holds at once
+        if device.type == "cuda":
+            self._room = ROOM * torch.cuda.get_device_properties(device).multi_processor_count
+        self._most_items = 4 * rows + 2 * max(PROGRAMS, self._room)
         self._single_I5, self._shared_I5 = torch.zeros(2, self._most_items, 5, dtype=torch.int32, device=device)
         self._splits_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self.scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -108,8 +111,8 @@ class PagedState:
         groups = groups_of(common, len(lengths), shared_rows(self._group_size))
         spared = sum((count - 1) * shared * PAGE for _, count, shared in groups)
         work = (int(lengths.sum()) - spared) * self._kv_heads
-        if rows <= EARLY_ROWS and not spared:
-            chunk = piece(lengths, EARLY_PROGRAMS // self._kv_heads, MIN_CHUNK)
+        if rows <= EARLY_ROWS and not spared:  # started early, fewer than there is room for are dealt out unevenly
+            chunk = piece(lengths, self._room // self._kv_heads, MIN_CHUNK)
         else:
             chunk = max(MIN_CHUNK, -(-work // (PROGRAMS * 64)) * 64)
         items = cut(groups, lengths, chunk)
