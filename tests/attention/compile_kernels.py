@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from attnrl.attention import paged_triton
 from attnrl.local import draw_triton, fused_triton, learn_triton, products_triton
 
-READ, WRITE = re.compile(r"\bld\.global|cp\.async\.c[ag]"), re.compile(r"\b(st|red|atom)\.global")
+WRITE = re.compile(r"\b(st|red|atom)\.global")
 BF16, INT32, INT64, FLOAT = "*bf16", "*i32", "*i64", "*fp32"
 POOL = {"Q": BF16, "KEYS": BF16, "VALUES": BF16, "TABLE": INT32, "LENGTHS": INT64, "ITEMS": INT32, "OUT": BF16}
 POOL |= {"PART": FLOAT, "LSE": FLOAT, "BLOCKS": INT32, "SPLITS": INT32, "scale2": "fp32"}
@@ -64,6 +64,7 @@ PRODUCT = {"GATED": False, "BT": 64, "BN": 64, "BK": 128, "EVEN": True}
 ROTATE = {"BH": 16, "BK": 2, "BHALF": 64}
 BIASED = dict.fromkeys(("Q", "KNEW", "VNEW"), FLOAT) | dict.fromkeys(("Q_BIAS", "K_BIAS", "V_BIAS"), BF16)
 TURN = {"H": 12, "D": 128, "BH": 16, "BHALF": 64}
+NONE = ("inner2", "SINKS", "Q_BIAS", "K_BIAS", "V_BIAS")  # where a case does not give them
 STARTED = {"EARLY": True, "AHEAD": 128}  # as on a GPU of this kind
 # name, kernel, types, constants, warps, stages
 KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
@@ -101,17 +102,42 @@ def build(
 ) -> Any:
     """The compiled kernel; pointers and pitches are multiples of 16, as they are in use."""
     names = kernel.arg_names
-    none = {name: None for name in ("inner2", "SINKS", "Q_BIAS", "K_BIAS", "V_BIAS") if name not in types}
+    none = {name: None for name in NONE if name not in types}
     known = {name: value for name, value in (STARTED | none | constants).items() if name in names}
     signature = {name: "constexpr" if name in known else types.get(name, "i32") for name in names}
+    told = {name for name, parameter in zip(names, kernel.params, strict=True) if not parameter.do_not_specialize}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if signature[name].startswith("*") or name.endswith("pitch")
+        if signature[name].startswith("*") or (name.endswith("pitch") and name in told)
     }
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in known.items()}, aligned)
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
+
+
+def read_first(kernel: Any, types: dict[str, str], constants: dict[str, Any], ptx: str) -> tuple[list[str], list[str]]:
+    """The parameters behind what is loaded before the wait, and behind what is only asked for."""
+    left_out = {*STARTED, *constants} | {name for name in NONE if name not in types}
+    names = [name for name in kernel.arg_names if name not in left_out]
+    behind: dict[str, set[str]] = {}
+    found: dict[bool, set[str]] = {False: set(), True: set()}
+    for line in ptx.partition("griddepcontrol.wait")[0].splitlines():
+        line = re.sub(r"^@!?%p\d+\s+", "", line.strip())
+        if given := re.match(r"ld\.param\S*\s+(\{[^}]*\}|%\w+),\s*\[\w*_param_(\d+)", line):
+            number = int(given[2])
+            source = {names[number] if number < len(names) else "?"}
+            behind.update((register, source) for register in re.findall(r"%\w+", given[1]))
+        elif "ld.global" in line or "cp.async" in line:
+            place = re.search(r"\[\s*(%\w+)", line)
+            pointers = behind.get(place[1], {"?"}) if place else {"?"}
+            found["prefetch" in line] |= {
+                name for name in pointers if name == "?" or types.get(name, "").startswith("*")
+            }
+            behind |= {register: set() for register in re.findall(r"%\w+", line.partition("[")[0])}
+        elif made := re.match(r"[a-z][\w.:]*\s+(%\w+)(?:\|%\w+)?,\s*(.*);", line):
+            behind[made[1]] = set().union(*(behind.get(register, set()) for register in re.findall(r"%\w+", made[2])))
+    return sorted(found[False]), sorted(found[True])
 
 
 def on_small_gpus(dtype: str, tile: tuple[int, int, int], stages: int) -> dict[str, list[int]]:
@@ -134,15 +160,20 @@ if __name__ == "__main__":
     for name, kernel, types, constants, warps, stages in KERNELS:
         built = build(kernel, types, constants, warps, stages)
         ptx = built.asm["ptx"]
-        before, waits, _ = ptx.partition("griddepcontrol.wait")
+        reads, asks = read_first(kernel, types, constants, ptx)
+        until = ptx.partition("griddepcontrol.launch_dependents")[0]
         report[name] = {
             "shared": built.metadata.shared,
             "wgmma": ptx.count("wgmma.mma_async"),
             "mma": ptx.count("mma.sync"),
             "wide_copies": ptx.count("cp.async.cg.shared.global"),
             "early": "EARLY" in kernel.arg_names,
-            "waits": bool(waits) and not WRITE.search(before),
-            "reads_first": bool(waits and READ.search(before)),
+            "events": re.findall(r"griddepcontrol\.(\w+)", ptx),
+            "reads_first": reads,
+            "asks_first": asks,
+            "writes_late": not WRITE.search(until),  # after it has waited and passed on
+            "mma_after": len(re.findall(r"\bmma\.sync|wgmma\.mma_async", ptx))
+            - len(re.findall(r"\bmma\.sync|wgmma\.mma_async", until)),
         }
     small = {"half": on_small_gpus(BF16, (64, 4, 3), 3), "float32": on_small_gpus(FLOAT, (32, 4, 2), 2)}
     print(json.dumps(report))

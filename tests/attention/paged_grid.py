@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 python paged_grid.py        # on a CPU; with a CUDA device an
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from typing import Any
@@ -18,12 +19,15 @@ from transformers import (
     GptOssForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 from attnrl.attention import paged_triton
 from attnrl.attention.pages import PAGE, common_pages, cut, groups_of, pages_for
+from attnrl.local import paged_state
 from attnrl.local.draw import draw
 from attnrl.local.draw_triton import draw_into
 from attnrl.local.fused_triton import add_norm, rotate_store
@@ -236,19 +240,24 @@ def turn_case(tokens: int, width: int, dim: int, *, bias: bool, norms: bool, who
     norm = (*scales, 1e-6) if norms else None
     turned = rotate_store(qkv, biases, cos, sin, position, slots, keys, values, norm)
 
-    def expected(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        y = y.unflatten(1, (-1, dim))
+    def expected(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # rounded where the modules round
+        y = y.unflatten(1, (-1, dim)).float()
         if norms:
-            y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale.double()
+            y = ((y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).half() * scale).float()
         halves = torch.cat([-y[..., dim // 2 :], y[..., : dim // 2]], -1)
-        return y * cos[position].double()[:, None] + halves * sin[position].double()[:, None]
+        turn, shift = ((table[position].float()[:, None] * x).half() for table, x in ((cos, y), (sin, halves)))
+        return turn + shift
 
-    q, k, v = wide.split(sizes, -1)
-    stored = (pool[slots // PAGE, :, slots % PAGE].double() for pool in (keys, values))
-    pairs = zip((turned.view(tokens, heads, dim).double(), *stored), (q, k, v), strict=True)
-    (q_ours, q), (k_ours, k), (v_ours, v) = pairs
-    gaps = (q_ours - expected(q, scales[0]), k_ours - expected(k, scales[1]), v_ours - v.unflatten(1, (-1, dim)))
-    return {"kind": "turn", "error": max(float(gap.abs().max()) for gap in gaps), "parts": len(parts)}
+    q, k, v = wide.half().split(sizes, -1)
+    stored = [pool[slots // PAGE, :, slots % PAGE] for pool in (keys, values)]
+    wanted = expected(q, scales[0]), expected(k, scales[1]), v.unflatten(1, (-1, dim))
+    gaps = [a - b for a, b in zip((turned.view(tokens, heads, dim), *stored), wanted, strict=True)]
+    return {
+        "kind": "turn",
+        "error": max(float(gap.abs().max()) for gap in gaps),
+        "same": min(float((gap == 0).float().mean()) for gap in gaps),
+        "parts": 1 if whole else len(parts),
+    }
 
 
 def sampler_case(kind: str) -> dict[str, Any]:
@@ -284,6 +293,49 @@ def sampler_case(kind: str) -> dict[str, Any]:
     }
 
 
+def half_case() -> dict[str, Any]:
+    """The sampler in half precision, whose projections are summed in parts with biases, its attention cut as where it
+    starts early; against the model's own log-probs in float32.
+    """
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 288, "intermediate_size": 200, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.05}
+    wide = Qwen2ForCausalLM(Qwen2Config(**sizes)).eval()
+    for name, parameter in wide.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.7)
+    model = copy.deepcopy(wide).half().to(DEVICE)
+    wide = copy.deepcopy(model).float()
+    rng = np.random.default_rng(0)
+    contexts = [as_ids(rng.integers(0, 61, length)) for length in (5, 33, 100, 290)]
+    paged_state.room, paged_state.MIN_CHUNK = lambda device: 24, 32
+    asked: list[int] = []
+    whole, piece = paged_state.PagedState._plan_items, paged_state.piece
+
+    def noted(*args: Any) -> int:
+        asked.append(piece(*args))
+        return asked[-1]
+
+    shapes = set()
+
+    def planned(state: Any, *args: Any) -> None:
+        whole(state, *args)
+        shapes.add(state.shape)
+
+    paged_state.piece, paged_state.PagedState._plan_items = noted, planned  # type: ignore[method-assign]
+    sampler = Sampler(model, stop_ids=[], rows=8, check_every=3, paged=True)
+    rollouts = sampler.generate([Request(context, 7, i) for i, context in enumerate(contexts)], Sampling(), version=0)
+    worst = 0.0
+    with torch.no_grad():
+        for context, rollout in zip(contexts, rollouts, strict=True):
+            ids = torch.tensor(np.concatenate([context, rollout.ids]).astype(np.int64), device=DEVICE)
+            of_TV = wide(input_ids=ids[None]).logits[0, len(context) - 1 : -1].log_softmax(-1)
+            own = of_TV.gather(1, ids[len(context) :, None])[:, 0].cpu().numpy()
+            worst = max(worst, float(np.abs(own - rollout.logprobs).max()))
+    pieces = [sorted(set(asked)), any(shape.splits > 1 for shape in shapes)]
+    return {"kind": "half", "error": worst, "fused": sampler.stats.fused, "pieces": pieces}
+
+
 if __name__ == "__main__":
     cases = [
         decode_case([1, 33, 70, 64], chunk=32),
@@ -312,10 +364,11 @@ if __name__ == "__main__":
         product_case(3, 48, 200),  # neither width is whole turns
         product_case(17, 256, 64),
         product_case(64, 2048, 96),
-        product_case(5, 64, 700),  # the last part is shorter than the others
+        product_case(5, 64, 1100),  # the last part is shorter than the others
         turn_case(3, 400, 8, bias=True, norms=False),
         turn_case(17, 300, 24, bias=False, norms=True),
         turn_case(5, 64, 8, bias=False, norms=False, whole=True),
+        half_case(),
         places_case(3, 1 << 40),
         places_case(300, 90),
     ]

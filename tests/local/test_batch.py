@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+)
 
-from attnrl.attention.pages import PAGE
+from attnrl.attention.pages import PAGE, LayerShape, pages_for
 from attnrl.errors import TrainingError
+from attnrl.local import paged_state
 from attnrl.local.batch import PagedBatch
 from attnrl.local.flights import Flight, Mark, fly
+from attnrl.local.paged_state import PagedState
 from attnrl.local.rows import RowTable
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Rollout, Sampling, as_ids
@@ -286,3 +297,29 @@ def test_rows_that_run_on_leave_the_frequencies_of_the_others(look: int) -> None
     expected = Sampler(model, stop_ids=()).generate(requests, Sampling(), version=0)
     sampler, _ = paged(model, check_every=look, stop_ids=())
     assert_same(expected, sampler.generate(requests, Sampling(), version=0))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kv", "pieces", "longest"),
+    [
+        ([4097] * 64, 2, 384, 704),  # six a row: as many as there is room for
+        ([4607] * 64, 2, 384, 768),
+        ([4097] * 8, 2, 120, 288),  # no shorter than a piece may be
+        ([32768, *[512] * 48], 16, 66, 1824),  # too many heads for two pieces a row: as where nothing starts early
+    ],
+)
+def test_attention_that_starts_early_is_cut_into_as_many_pieces_as_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], kv: int, pieces: int, longest: int
+) -> None:
+    monkeypatch.setattr(paged_state, "has_kernels", lambda device: True)
+    monkeypatch.setattr(paged_state, "room", lambda device: 792)
+    config = Qwen2Config(hidden_size=64, num_attention_heads=16, num_key_value_heads=kv, num_hidden_layers=1)
+    model = SimpleNamespace(parameters=lambda: iter([torch.zeros(1)]), config=config)
+    held = np.array([pages_for(length) for length in lengths])
+    state = PagedState(model, [LayerShape(kv, 4, 4)], 64, int(held.max()), 16)
+    table = np.arange(1, 1 + 64 * held.max(), dtype=np.int32).reshape(64, -1)[: len(lengths)]
+    state._plan_items(64, np.array(lengths), table, held)
+    items = state._single_I5[state._single_I5[:, 1] > 0].numpy()
+    ends = np.minimum(items[:, 3], np.array(lengths)[items[:, 0]])
+    assert (len(items), (ends - items[:, 2]).max()) == (pieces, longest)
+    assert state.shape.single >= pieces

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="triton is published for Linux on x86-64 on
 
 from attnrl.attention.early import early
 from attnrl.local import fused as fused_module
+from attnrl.local import products_triton
 from attnrl.local.fused import FusedDecoder, _Joined
 
 
@@ -97,3 +98,14 @@ def test_kernels_start_early_on_hopper_gpus_and_later_alone(monkeypatch) -> None
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert early.__wrapped__(torch.device("cuda:2")) == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "parts"),
+    [(1536, 8960, 4), (1536, 1536, 4), (2048, 1536, 3), (576, 1536, 6), (3584, 18944, 2), (4608, 3584, 1), (64, 64, 1)],
+)
+def test_parts_of_a_product_make_about_as_many_programs_and_none_is_empty(rows: int, width: int, parts: int) -> None:
+    weight = torch.empty(rows, width, device="meta")
+    assert products_triton.parts_of(weight) == parts
+    turns = -(-width // products_triton.SUMMED[1])
+    assert (parts - 1) * -(-turns // parts) < turns

@@ -3,8 +3,8 @@
 A decode step is nine kernels a layer, most of them short, and between two of them a GPU idles. On Hopper GPUs and
 later a kernel may start while its predecessor still runs ("programmatic dependent launch"): it sets itself up and waits
 until the predecessor's results can be read. It starts once all programs of the predecessor have passed on, which they
-do after their own wait: what kernels further back have written is there. Until its wait a kernel may touch that, and
-weights, which a step does not write; it writes nothing itself.
+do after their own wait, or have ended. Until its wait a kernel reads nothing but weights, which a step does not write,
+and what was there before the last kernel that was launched plainly; and it writes nothing.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"

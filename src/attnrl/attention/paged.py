@@ -36,6 +36,11 @@ def has_kernels(device: torch.device) -> bool:
     return kernels is not None and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
+def starts_early(device: torch.device) -> bool:
+    """Whether decode attention is on this device before the kernel before it has ended (`early.py`)."""
+    return kernels is not None and bool(kernels.early(device))
+
+
 def failures() -> tuple[type[Exception], ...]:
     """What a forward can fail by."""
     try:

@@ -104,6 +104,8 @@ def _decode(
     item = ITEMS + tl.program_id(0) * 5
     kv = tl.program_id(1)
     rows = tl.load(item + 1)
+    if rows == 0:  # it makes room for others: it need not wait, since some do
+        return
     first = tl.load(item).to(tl.int64)
     start = tl.load(item + 2)
     stop = tl.load(item + 3)
@@ -117,13 +119,11 @@ def _decode(
     table = TABLE + first * table_pitch
     place_n = tl.arange(0, PAGE)
     page = tl.load(table + start // PAGE, mask=start < clear, other=0)
-    if EARLY and D % 8 == 0 and E % 8 == 0:
+    if EARLY and not WINDOW and D % 8 == 0 and E % 8 == 0:
         slot = (page.to(tl.int64) * K + kv) * PAGE + place_n
         fetch(KEYS + slot * D, D * (KEYS.dtype.element_ty.primitive_bitwidth // 8))
         fetch(VALUES + slot * E, E * (VALUES.dtype.element_ty.primitive_bitwidth // 8))
     wait(EARLY)
-    if rows == 0:
-        return
     d = tl.arange(0, BD)
     e = tl.arange(0, BE)
     q = tl.load(Q + row_m[:, None] * q_pitch + head_m[:, None] * D + d, mask=real_m[:, None] & (d < D), other=0.0)
@@ -286,7 +286,7 @@ def down_from(tile: Tile) -> list[Tile]:
 
 
 # A plain launch: it is the first of a captured step, which has no kernel before it to follow.
-@triton.jit(do_not_specialize=["rows", "last"])
+@triton.jit(do_not_specialize=["rows", "table_pitch", "last"])
 def _places(TABLE, LENGTHS, SLOTS, POSITIONS, rows, table_pitch, last, BR: tl.constexpr, PAGE: tl.constexpr):
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     here = r < rows

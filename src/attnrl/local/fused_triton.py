@@ -20,7 +20,7 @@ from attnrl.attention.early import early, follow
 from attnrl.attention.pages import PAGE
 
 
-@triton.jit(do_not_specialize=["pitch"])
+@triton.jit
 def _add_norm(
     X, Y, WEIGHT, SUM, NORMED, eps, W, pitch, BW: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr = False
 ):
@@ -83,7 +83,7 @@ def _rotated(
     return y1.to(dtype), y2.to(dtype)
 
 
-@triton.jit(do_not_specialize=["pitch"])
+@triton.jit
 def _rotate_store(
     Q, KNEW, VNEW, Q_BIAS, K_BIAS, V_BIAS, COS, SIN, POSITIONS, SLOTS, OUT, KEYS, VALUES, QNORM, KNORM, eps, q_pitch,
     k_pitch, v_pitch, out_pitch, pitch,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnrl.attention.paged import PagedDecode, has_kernels, places
+from attnrl.attention.paged import PagedDecode, has_kernels, places, starts_early
 from attnrl.attention.pages import (
     EARLY_ROWS,
     PAGE,
@@ -35,6 +35,11 @@ PROGRAMS = 528  # pieces of attention that keep all multiprocessors of a large G
 ROOM = 6  # pieces that a multiprocessor holds at once, at head size 128 in half precision
 MIN_CHUNK = 256  # tokens of the shortest piece
 REPLAN = 8  # looks after which the pieces are cut anew, since rows have grown
+
+
+def room(device: torch.device) -> int:
+    """Pieces of attention that the device holds at once, where they start early; else 0."""
+    return ROOM * torch.cuda.get_device_properties(device).multi_processor_count if starts_early(device) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +68,7 @@ class PagedState:
         self.uniform_RC, self.logprobs_RC = torch.zeros(2, rows, check_every, dtype=torch.float32, device=device)
         self.ids_RC = torch.zeros(rows, check_every, dtype=torch.int64, device=device)
         self.column_1 = torch.zeros(1, dtype=torch.int64, device=device)
-        self._room = PROGRAMS  # pieces that the device holds at once
-        if device.type == "cuda":
-            self._room = ROOM * torch.cuda.get_device_properties(device).multi_processor_count
+        self._room = room(device)
         self._most_items = 4 * rows + 2 * max(PROGRAMS, self._room)
         self._single_I5, self._shared_I5 = torch.zeros(2, self._most_items, 5, dtype=torch.int32, device=device)
         self._splits_R = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -111,10 +114,10 @@ class PagedState:
         groups = groups_of(common, len(lengths), shared_rows(self._group_size))
         spared = sum((count - 1) * shared * PAGE for _, count, shared in groups)
         work = (int(lengths.sum()) - spared) * self._kv_heads
-        if rows <= EARLY_ROWS and not spared:  # started early, fewer than there is room for are dealt out unevenly
-            chunk = piece(lengths, self._room // self._kv_heads, MIN_CHUNK)
-        else:
-            chunk = max(MIN_CHUNK, -(-work // (PROGRAMS * 64)) * 64)
+        chunk = max(MIN_CHUNK, -(-work // (PROGRAMS * 64)) * 64)
+        if self._room and rows <= EARLY_ROWS and not spared:
+            # Started early, fewer pieces than there is room for are dealt out unevenly.
+            chunk = min(chunk, piece(lengths, self._room // self._kv_heads, MIN_CHUNK))
         items = cut(groups, lengths, chunk)
         while max(len(items.single_I5), len(items.shared_I5)) > self._most_items:
             chunk *= 2
