@@ -213,21 +213,22 @@ def gradient_gap(model: Any) -> float:
 
 
 def draw_gap(model: Any) -> float:
-    """Of tokens drawn by 2 and 7 rows at once, which must be the same: rows end at different times, begin while others
-    run, and some have one context.
+    """Of tokens drawn by 2 and 7 rows at once, in slots and in pages, which must be the same: rows end at different
+    times, begin while others run, and some have one context.
     """
     rng = np.random.default_rng(0)
     contexts = [as_ids(rng.integers(3, VOCABULARY, n)) for n in (1, 17, 9)]
     requests = [Request(contexts[i % 3], max_tokens=3 + 3 * i, seed=i) for i in range(7)]
     how = Sampling(temperature=0.8)
-    drawn = [Sampler(model, stop_ids=[2], rows=n).generate(requests, how, version=0) for n in (2, 7)]
+    ways: list[dict[str, Any]] = [{"rows": 2}, {"rows": 7}, {"rows": 5, "paged": True, "check_every": 3}]
+    drawn = [Sampler(model, stop_ids=[2], **way).generate(requests, how, version=0) for way in ways]
     asked = [ScoreRequest(r.context, x.ids, ()) for r, x in zip(requests, drawn[0], strict=True)]
     scores = score(model, asked, temperature=0.8, fci=False)
     worst = 0.0
     for rollouts in drawn:
         for rollout, first, right in zip(rollouts, drawn[0], scores, strict=True):
             if not np.array_equal(rollout.ids, first.ids):
-                raise AssertionError("another number of rows drew other tokens")
+                raise AssertionError("other rows drew other tokens")
             worst = max(worst, float(np.abs(rollout.logprobs - right.logprobs).max()))
     return worst
 

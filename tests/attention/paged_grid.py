@@ -21,6 +21,8 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -273,6 +275,11 @@ def sampler_case(kind: str) -> dict[str, Any]:
     elif kind == "gpt_oss":
         sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
         model = GptOssForCausalLM(GptOssConfig(**sizes, sliding_window=9)).eval()
+    elif kind == "qwen3_5":
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+        heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 16}
+        kinds = ["linear_attention", "full_attention"]
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **heads, layer_types=kinds)).eval()
     else:
         model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=9)).eval()
     rng = np.random.default_rng(0)
@@ -285,7 +292,8 @@ def sampler_case(kind: str) -> dict[str, Any]:
     sampler.generate(requests[:2], Sampling(), version=0)  # no position of these is as far as those to come
     got = sampler.generate(requests, Sampling(), version=0)
     return {
-        "kind": f"sampler {kind}",
+        "kind": "sampler",
+        "model": kind,
         "fused": sampler.stats.fused,
         "same": float(np.mean([a.ids.tolist() == b.ids.tolist() for a, b in zip(expected, got, strict=True)])),
         "error": max(float(np.abs(a.logprobs - b.logprobs).max()) for a, b in zip(expected, got, strict=True)),
@@ -361,6 +369,7 @@ if __name__ == "__main__":
         sampler_case("mistral"),
         sampler_case("gemma2"),
         sampler_case("gpt_oss"),
+        sampler_case("qwen3_5"),
         product_case(3, 48, 200),  # neither width is whole turns
         product_case(17, 256, 64),
         product_case(64, 2048, 96),

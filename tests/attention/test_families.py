@@ -74,7 +74,7 @@ def test_states_that_lie_elsewhere_are_refused(family: str) -> None:
 
 def test_states_in_another_order_than_the_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     move = Memory.move
-    monkeypatch.setattr(Memory, "move", lambda memory, old, new, count: move(memory, old[:0], new[:0], count))
+    monkeypatch.setattr(Memory, "move", lambda memory, old, new: move(memory, old[:0], new[:0]))
     with pytest.raises(ConfigError, match="log-probs of drawn tokens are wrong by"):
         Sampler(tiny("lfm2"), stop_ids=[2])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,37 +17,31 @@ from attnrl.attention.pages import ENDLESS, PAGE, LayerShape, PagePool, common_p
 SMALL_GPU = 99 * 1024  # shared memory that one program may have on the GPUs that have the least
 
 
-def check_grid(rows: list[dict[str, object]]) -> None:
-    kinds = [str(row["kind"]) for row in rows]
-    assert (
-        kinds
-        == ["decode"] * 9
-        + ["paths"] * 5
-        + ["draw"] * 5
-        + [f"sampler {kind}" for kind in ("qwen3", "mistral", "gemma2", "gpt_oss")]
-        + ["product"] * 4
-        + ["turn"] * 3
-        + ["half"]
-        + ["places"] * 2
-    )
-    assert [row["splits"] for row in rows[:9]] == [2, 1, 4, 4, 2, 1, 4, 1, 2]
-    assert all(row["shared"] == 2 for row in rows[2:4])
+def check_grid(rows: list[dict[str, Any]]) -> None:
+    of: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        half = row is rows[5] or row["kind"] in ("product", "turn", "half")
-        assert row["error"] < (2e-2 if half else 1e-4), row  # type: ignore[operator]
-    for row in rows[14:19]:
+        of.setdefault(row["kind"], []).append(row)
+    counts = {"decode": 9, "paths": 5, "draw": 5, "sampler": 5, "product": 4, "turn": 3, "half": 1, "places": 2}
+    assert {kind: len(found) for kind, found in of.items()} == counts
+    for row in rows:
+        half = row is of["decode"][5] or row["kind"] in ("product", "turn", "half")
+        assert row["error"] < (2e-2 if half else 1e-4), row
+    assert [row["splits"] for row in of["decode"]] == [2, 1, 4, 4, 2, 1, 4, 1, 2]
+    assert [row["shared"] for row in of["decode"][2:4]] == [2, 2]
+    for row in of["draw"]:
         assert (row["same"], row["nan_is_seen"], row["untouched"], row["state"]) == (1.0, True, True, True), row
-    for row in rows[23:27]:
+    for row in of["product"]:
         assert row["fits"] == [True, False, False], row
-    assert [row["parts"] for row in rows[23:30]] == [2, 1, 1, 5, 4, 3, 1]
-    assert all(row["same"] > 0.98 for row in rows[27:30]), rows[27:30]  # type: ignore[operator]
-    assert rows[30]["fused"]
-    assert rows[30]["pieces"] == [[64], True]
-    assert rows[32]["cut"] > 0  # type: ignore[operator]
-    assert [row["fused"] for row in rows[19:23]] == [True, True, False, False]
-    for row in rows[19:23]:
+    assert [row["parts"] for row in of["product"] + of["turn"]] == [2, 1, 1, 5, 4, 3, 1]
+    assert all(row["same"] > 0.98 for row in of["turn"]), of["turn"]
+    assert of["half"][0]["fused"]
+    assert of["half"][0]["pieces"] == [[64], True]
+    assert of["places"][1]["cut"] > 0
+    fused = {"qwen3": True, "mistral": True, "gemma2": False, "gpt_oss": False, "qwen3_5": False}
+    assert {row["model"]: row["fused"] for row in of["sampler"]} == fused
+    for row in of["sampler"]:
         assert row["same"] == 1.0, row
-        assert row["tokens"] >= 12, row  # type: ignore[operator]
+        assert row["tokens"] >= 12, row
 
 
 def test_kernels_and_sampler_under_the_interpreter() -> None:

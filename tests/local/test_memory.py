@@ -15,7 +15,10 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 import attnrl
 from attnrl.local.memory import Memory
 from attnrl.local.models import load_weights
+from attnrl.local.paged_state import PagedState
 from attnrl.local.sampler import Sampler
+from attnrl.local.slots import SlotBatch
+from attnrl.local.stats import step_rows
 from attnrl.types import Request, Sampling, as_ids
 from tiny_llama import make_model
 
@@ -38,22 +41,34 @@ def filled(model: object, ids: list[list[int]]) -> Memory:
     return memory
 
 
-def test_states_are_taken_and_appended_row_by_row() -> None:
+def test_states_are_put_and_moved_row_by_row() -> None:
     model = tiny("qwen3_5_text")
-    rows = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
-    memory, last = filled(model, rows[:2]), filled(model, rows[2:])
-    assert memory.nbytes == 2 * last.nbytes > 0
-    memory.append(last)
-    memory.take(np.array([2, 0, 2]))
-    want = filled(model, [rows[2], rows[0], rows[2]])
-    pairs = list(zip(memory.states(), want.states(), strict=True))
+    a, b, c = (filled(model, [ids]) for ids in ([5, 6, 7], [8, 9, 10], [11, 12, 13]))
+    memory = a.room(5)
+    assert memory.nbytes == 5 * a.nbytes > 0
+    for rows, one in (([0, 3], b), ([1, 4], a), ([2], c)):
+        memory.put(np.array(rows), one)
+    memory.move(np.array([2, 1]), np.array([0, 3]))
+    want = [filled(model, [ids, ids]) for ids in ([11, 12, 13], [5, 6, 7])]  # c a c a a
+    pairs = list(zip(memory.states(), *(x.states() for x in want), strict=True))
     assert len(pairs) == 6  # a window of the convolution and a state, in three of four layers
-    for (states, index), (others, _) in pairs:
-        torch.testing.assert_close(states[index], others[index])
+    for (states, index), (of_c, _), (of_a, _) in pairs:
+        rows = [of_c[index], of_a[index]]
+        torch.testing.assert_close(states[index], torch.cat([rows[0][:1], rows[1][:1], rows[0][:1], rows[1]]))
 
 
-def test_contexts_that_are_alike_run_once_and_others_share_nothing() -> None:
-    sampler = Sampler(tiny("lfm2"), stop_ids=[2], rows=4)
+def test_the_first_rows_are_kept_in_place() -> None:
+    memory = filled(tiny("lfm2"), [[5, 6, 7]]).room(3)
+    for states, index in memory.first(2).states():
+        states[index].add_(1)  # as a step that is replayed writes where it wrote when it was captured
+    for states, index in memory.states():
+        assert (states[index][:2] == 1).all()
+        assert not states[index][2:].any()
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_contexts_that_are_alike_run_once_and_others_share_nothing(paged: bool) -> None:
+    sampler = Sampler(tiny("lfm2"), stop_ids=[2], rows=4, paged=paged)
     assert (sampler.metrics(), sampler.stats.requests) == ({"generate/shared_context": 0.0}, 0)  # what it tried is gone
     contexts = [[5, 6, 7], [5, 6, 7], [5, 6, 8], [5, 6]]
     requests = [Request(as_ids(context), max_tokens=4, seed=i) for i, context in enumerate(contexts)]
@@ -68,6 +83,52 @@ def test_rows_have_room_for_their_states() -> None:
     sampler.generate([request] * 9, Sampling(), version=0)
     per_row = 128 * 2 * 2 * 8 * 4 + filled(model, [[5]]).nbytes  # 128 positions of keys and values of two heads of 8
     assert sampler.stats.rows == 100_000 // per_row
+
+
+def calls(requests: int) -> list[Request]:
+    """Responses of different lengths, some of one context."""
+    contexts = [as_ids(np.arange(5, 5 + length) % 61) for length in (1, 17, 40)]
+    return [Request(contexts[i % 3], max_tokens=3 + 3 * i, seed=i) for i in range(requests)]
+
+
+def same_draws(model: object, sampler: Sampler, requests: list[Request]) -> bool:
+    expected = Sampler(model, stop_ids=[2], paged=False).generate(requests, Sampling(), version=0)
+    found = sampler.generate(requests, Sampling(), version=0)
+    return all(np.array_equal(a.ids, b.ids) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize(("cache_bytes", "rows"), [(3_000_000, 40), (800_000, 32), (500_000, 16)])
+def test_states_beside_pages_take_half_of_the_cache_at_most(cache_bytes: int, rows: int) -> None:
+    """Twice the states, since a step that is captured is undone from a copy; as many rows as a step of these has."""
+    model = tiny("qwen3_5_text")
+    sampler = Sampler(model, stop_ids=[2], paged=True, cache_bytes=cache_bytes)
+    assert same_draws(model, sampler, calls(40))
+    stats, states = sampler.stats, step_rows(rows) * filled(model, [[5]]).nbytes
+    assert stats.rows == rows
+    assert 2 * states <= cache_bytes // 2
+    assert states < stats.cache_bytes <= cache_bytes - states
+
+
+def test_rows_that_made_room_are_prefilled_again_with_what_they_drew() -> None:
+    model = tiny("lfm2")
+    sampler = Sampler(model, stop_ids=[2], rows=8, paged=True, check_every=4, cache_bytes=60_000)
+    for _ in range(2):
+        assert same_draws(model, sampler, calls(24))
+        assert sampler.stats.put_back > 0
+
+
+def test_where_pages_are_wrong_slots_take_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("lfm2")
+    remember = PagedState.remember
+
+    def nothing(state: PagedState, rows: Any, memory: Memory) -> None:
+        remember(state, rows[:0], memory)
+
+    monkeypatch.setattr(PagedState, "remember", nothing)
+    with pytest.warns(UserWarning, match="Lfm2ForCausalLM draws from slots of one cache .* wrong by"):
+        sampler = Sampler(model, stop_ids=[2], paged=True)
+    assert isinstance(sampler.batch, SlotBatch)
+    assert same_draws(model, sampler, calls(9))
 
 
 def test_a_checkpoint_with_a_vision_tower_is_read_as_text(tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ The host is a look ahead of the device (`flights.py`): it queues the next steps 
 A row that reaches its limit is known beforehand to end; one that draws a stop token runs on until the host has seen it.
 Nothing waits for what is freed meanwhile, since the device does its work in the order it was queued in.
 
+What a model remembers beside attention (`memory.py`) lies beside the pages, row by row, and is advanced in place by the
+same graphs. Contexts share nothing of it: each is prefilled by itself, and no part of one is carried to the next.
+
 Shapes: R rows of the step, C steps between two looks from the host, M pages of the longest row, I items of attention,
 N contexts of a prefill, T packed tokens, V vocabulary.
 """
@@ -38,8 +41,9 @@ from attnrl.local.draw import uniforms
 from attnrl.local.flights import Flight, Mark, fly
 from attnrl.local.forward import Forward, Setup, draw_column
 from attnrl.local.graphs import Graphs
+from attnrl.local.memory import Memory
 from attnrl.local.paged_state import PagedState, Shape
-from attnrl.local.rows import RowTable
+from attnrl.local.rows import RowTable, in_gaps
 from attnrl.local.stats import SamplerStats, length_bucket, step_rows
 from attnrl.types import Ids, Request, Sampling, as_ids
 
@@ -88,7 +92,7 @@ class PagedBatch:
             self._abandon()
         self.stats, self._requests = stats, requests
         self._graphs.weights_may_have_moved()
-        wanted = min(len(requests), self.setup.rows)
+        wanted = self._rows_for(len(requests))
         self.waiting = sorted_rows([as_ids(r.context) for r in requests])
         self._allocate(wanted)
         self._forward.refresh(self._last_position + 1)
@@ -117,19 +121,36 @@ class PagedBatch:
         self.release()
 
     def rest(self) -> None:
-        """The learner works next: pages that take more than an eighth of the device's memory are given back."""
+        """The learner works next: a cache that takes more than an eighth of the device's memory is given back."""
         if self.pool is not None and self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
-            if self.pool.pages * self.pool.page_bytes > total // 8:
+            if self._cache_bytes() > total // 8:
                 self.release()
                 torch.cuda.empty_cache()  # what graphs held can serve nothing else
 
     def release(self) -> None:
-        """Frees pages, state and graphs."""
+        """Frees pages, states and graphs."""
         self._graphs.clear()
         self._state.scratch.clear()
+        self._state.memory = None
         self.pool = None
         self._forward.release()
+
+    def _cache_bytes(self) -> int:
+        """Of the pages, and of what rows remember."""
+        memory, pool = self._state.memory, self.pool
+        pages = 0 if pool is None else pool.pages * pool.page_bytes
+        return pages + (0 if memory is None else memory.nbytes)
+
+    def _memory_bytes(self, rows: int) -> int:
+        """What so many rows remember, twice: a step that is captured is undone from a copy."""
+        return 2 * self.setup.state_bytes * step_rows(rows)
+
+    def _rows_for(self, requests: int) -> int:
+        """How many rows may run at once: what they remember takes half of the cache at most."""
+        most = min(requests, self.setup.rows)
+        half = self.setup.budget(self._cache_bytes()) // 2 if self.setup.state_bytes else 0
+        return next((n for n in range(most, 8, -1) if self._memory_bytes(n) <= half), min(most, 8))
 
     def _allocate(self, rows: int) -> None:
         """A pool for what the rows can need at most, within the budget, and the device's state for so many rows."""
@@ -139,11 +160,17 @@ class PagedBatch:
         together = sum(map(pages_for, sizes)) - alike  # of all requests, what they share held once
         sizes.sort(reverse=True)
         longest = pages_for(sizes[0])
+        columns = max(pages_for(length_bucket(sizes[0])), pages_for(self.setup.check_every) + 1)
+        size = self._state.table_RM.shape
+        spare = self.setup.state_bytes and size[0] > step_rows(rows)  # what rows remember is large
+        if size[0] < step_rows(rows) or size[1] < columns or spare:
+            self._graphs.clear()
+            self._make_state(step_rows(rows), columns)
         per_page = PAGE * bytes_per_token(self.setup.layers, self.setup.dtype)
         most = min(together, sum(map(pages_for, sizes[:rows])))
         need = most + rows + longest + 2  # `_fitting` asks for a page to grow
         pool = self.pool
-        fitting = self.setup.budget(0 if pool is None else pool.pages * pool.page_bytes) // per_page
+        fitting = (self.setup.budget(self._cache_bytes()) - self._memory_bytes(rows)) // per_page
         least = longest + 3
         enough = max(least, need if need <= fitting else fitting * 9 // 10)
         if pool is None or pool.pages < enough:
@@ -151,12 +178,7 @@ class PagedBatch:
             room = max(least, min(need + need // SPARE, fitting))
             pool = self.pool = PagePool(self.setup.layers, room, self.setup.dtype, self.device)
         pool.peak = 0
-        self.stats.cache_bytes = pool.pages * pool.page_bytes
-        columns = max(pages_for(length_bucket(sizes[0])), pages_for(self.setup.check_every) + 1)
-        size = self._state.table_RM.shape
-        if size[0] < step_rows(rows) or size[1] < columns:
-            self._graphs.clear()
-            self._make_state(step_rows(rows), columns)
+        self.stats.cache_bytes = pool.pages * pool.page_bytes + self._memory_bytes(rows) // 2
 
     def _make_state(self, rows: int, columns: int) -> None:
         self._pages_RM = np.zeros((rows, columns), np.int32)  # the pages of each running row, and how many it holds
@@ -185,11 +207,12 @@ class PagedBatch:
         if not contexts:
             return 0
         begun = Mark(self.device)
+        memory = Memory(self.model) if self.setup.state_bytes else None
         carried = None if self._carry is None else self._carry.context
         trie = continue_trie(contexts, carried, self.setup.prefill_tokens)
         request_N = np.array(candidates[: len(contexts)], np.int64)
         before_N = self.table.resumed[request_N]
-        pages, logits_NV = self._forward_contexts(contexts, trie)
+        pages, logits_NV = self._forward_contexts(contexts, trie, memory)
         ids_N, logprobs_N = self._first_draw(logits_NV, self.table.streams[request_N], before_N, sampling)
         self._state.drawn(sent(request_N, self.device), ids_N)
         self._flights.append(fly(request_N, before_N, ids_N[:, None], logprobs_N[:, None], begun))
@@ -197,12 +220,16 @@ class PagedBatch:
         rows = self.table.add(request_N, [len(path) for path in trie.paths])
         for row, held in zip(rows, pages, strict=True):
             self._pages_RM[row, : len(held)], self._held_R[row] = held, len(held)
+        if memory is not None:
+            self._state.remember(rows, memory)
         self._state.look = 0
         self._let_go()
         return len(contexts)
 
     def _fitting(self, candidates: list[int]) -> list[Ids]:
-        """Contexts of the first candidates, as many as one forward and the pool hold, with a page to grow a row."""
+        """Contexts of the first candidates, as many as one forward and the pool hold, with a page to grow a row; of a
+        model that remembers those that are alike.
+        """
         pool, running = self._held(), self.table.count
         previous = np.zeros(0, np.int32) if self._carry is None else self._carry.context
         contexts: list[Ids] = []
@@ -210,6 +237,8 @@ class PagedBatch:
         for request in candidates:
             context = self.table.so_far(request, as_ids(self._requests[request].context))
             shared = common_prefix(previous, context)
+            if contexts and self.setup.state_bytes and not len(contexts[0]) == len(context) == shared:
+                break
             tokens += len(context) - shared
             free -= pages_for(len(context)) - shared // PAGE + 1
             if free < 0 and not contexts and not running:
@@ -221,14 +250,16 @@ class PagedBatch:
             previous = context
         return contexts
 
-    def _forward_contexts(self, contexts: list[Ids], trie: Trie) -> tuple[list[Pages], Tensor]:
-        """Each context's pages, filled, and its next-token logits [N, V]. The last one becomes the carry."""
+    def _forward_contexts(self, contexts: list[Ids], trie: Trie, memory: Memory | None) -> tuple[list[Pages], Tensor]:
+        """Each context's pages, filled, and its next-token logits [N, V]. The last one becomes the carry, but of a
+        model that remembers: `memory` takes the states after the contexts, which are alike.
+        """
         carry = self._carry
         before = None if carry is None else (carry.context, carry.pages)
         pages, attention = lay_out(self._held(), before, contexts, trie)
         if len(trie.ids_T):
             tokens, positions, ends = (sent(a, self.device) for a in (trie.ids_T, trie.positions_T, trie.ends))
-            fresh_NV = self._forward.logits(tokens, positions, attention, ends)
+            fresh_NV = self._forward.logits(tokens, positions, attention, ends, memory)
             first = torch.zeros_like(fresh_NV[:1]) if carry is None else carry.logits_V[None]
             logits_NV = torch.cat([first, fresh_NV])
         else:
@@ -236,9 +267,10 @@ class PagedBatch:
             for layer in range(len(self.setup.layers)):
                 attention.stored(layer)
             logits_NV = carry.logits_V[None]
-        kept = self._held().share(pages[-1])
-        self._forget_carry()
-        self._carry = _Carry(contexts[-1], kept, logits_NV[trie.run_of[-1]].clone())
+        if memory is None:
+            kept = self._held().share(pages[-1])
+            self._forget_carry()
+            self._carry = _Carry(contexts[-1], kept, logits_NV[trie.run_of[-1]].clone())
         return pages, logits_NV[sent(trie.run_of, self.device)]
 
     def _first_draw(self, logits_NV: Tensor, streams: Ints, index: Ints, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -277,6 +309,10 @@ class PagedBatch:
             return
         for row in np.setdiff1d(np.arange(table.count), kept).tolist():
             self._held().drop(self._row_pages(row))
+        if self._state.memory is not None:
+            kept = in_gaps(kept)
+            moved = np.flatnonzero(kept != np.arange(len(kept)))
+            self._state.memory.move(kept[moved], moved)
         self._pages_RM[: len(kept)], self._held_R[: len(kept)] = self._pages_RM[kept], self._held_R[kept]
         table.keep(kept)
         self._state.look = 0
@@ -322,8 +358,11 @@ class PagedBatch:
         self._place()
         table, state = self.table, self._state
         running, key = table.count, (state.shape, sampling)
+        moving = [state.tokens_R, state.lengths_R, state.column_1]
+        if state.memory is not None:
+            moving += [states[index] for states, index in state.memory.first(state.shape.rows).states()]
         for _ in range(steps):
-            self._graphs.step(key, self._step, (state.tokens_R, state.lengths_R, state.column_1))
+            self._graphs.step(key, self._step, moving)
         state.drawn(state.request_R, state.tokens_R[:running])
         drawn = state.ids_RC[:running, :steps], state.logprobs_RC[:running, :steps]
         self._flights.append(fly(table.request[:running], table.drawn[:running], *drawn))
@@ -346,7 +385,8 @@ class PagedBatch:
         rows, state = shape.rows, self._state
         tokens_R, lengths_R = state.tokens_R[:rows], state.lengths_R[:rows]
         attention = state.attention(self._held(), self._last_position)
-        logits_RV = self._forward.logits(tokens_R, attention.positions_R, attention, None)
+        memory = None if state.memory is None else state.memory.first(rows)
+        logits_RV = self._forward.logits(tokens_R, attention.positions_R, attention, None, memory)
         outputs = state.ids_RC[:rows], state.logprobs_RC[:rows]
         draw_column(logits_RV, state.uniform_RC[:rows], state.column_1, tokens_R, lengths_R, *outputs, sampling)
         state.column_1.add_(1)

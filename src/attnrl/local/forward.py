@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnrl.attention.decoder import evaluating, vocabulary_of
+from attnrl.attention.decoder import evaluating, remembers, vocabulary_of
 from attnrl.attention.interface import Layer, attending
 from attnrl.attention.layout import prefill_attention
 from attnrl.attention.paged import has_kernels
@@ -25,6 +25,7 @@ from attnrl.attention.trie import query_blocks
 from attnrl.errors import ConfigError
 from attnrl.local.draw import draw
 from attnrl.local.fused import FusedDecoder, Recorded, agrees, fuse
+from attnrl.local.memory import Memory, logits
 from attnrl.local.wide import InFloat32, widens
 from attnrl.types import Sampling
 
@@ -103,7 +104,7 @@ class Forward:
         self.model = model
         self.device = next(model.parameters()).device
         self.fused: FusedDecoder | None = None
-        fused = fuse(model, self.device)
+        fused = None if remembers(model) else fuse(model, self.device)
         if fused is not None:
             self._compare(fused, layers, dtype)
 
@@ -117,23 +118,21 @@ class Forward:
         if self.fused is not None:
             self.fused.release()
 
-    def logits(self, tokens_T: Tensor, positions_T: Tensor, plan: Any, ends: Tensor | None) -> Tensor:
+    def logits(
+        self, tokens_T: Tensor, positions_T: Tensor, plan: Any, ends: Tensor | None, memory: Memory | None = None
+    ) -> Tensor:
         """Next-token logits after the packed tokens `ends`, the last of their runs, of a prefill, or after every row's
-        token; by the fused forward also after every token of a prefill.
+        token; by the fused forward also after every token of a prefill. `memory`: of the rows, or of a prefill's one.
         """
         if self.fused is not None:
             hidden = self.fused.hidden(tokens_T, positions_T, plan, ends)
-            logits: Tensor = self.model.get_output_embeddings()(hidden)
-            return logits
-        with attending(self.model, plan):
-            if ends is None:
-                tokens_R1, positions_R1 = tokens_T[:, None], positions_T[:, None]
-                logits = self.model(input_ids=tokens_R1, position_ids=positions_R1, use_cache=False).logits
-                return logits[:, -1]
-            logits = self.model(
-                input_ids=tokens_T[None], position_ids=positions_T[None], logits_to_keep=ends, use_cache=False
-            ).logits
-            return logits[0]
+            found: Tensor = self.model.get_output_embeddings()(hidden)
+            return found
+        if ends is None:
+            given = {"input_ids": tokens_T[:, None], "position_ids": positions_T[:, None]}
+            return logits(self.model, plan, memory, **given)[:, -1]
+        given = {"input_ids": tokens_T[None], "position_ids": positions_T[None], "logits_to_keep": ends}
+        return logits(self.model, plan, memory, **given)[0]
 
     def _compare(self, fused: FusedDecoder, layers: Sequence[LayerShape], dtype: torch.dtype) -> None:
         """Keeps the fused forward if it gives the model's own logits on a short text, up to rounding."""

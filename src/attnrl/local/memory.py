@@ -8,17 +8,17 @@ Shapes: R rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 from attnrl.attention.decoder import body_of
 from attnrl.attention.interface import AttentionPlan, Layer, attending
-from attnrl.attention.pages import Ints
+from attnrl.attention.pages import Ints, sent
 
 
 class Memory(DynamicCache):  # type: ignore[misc]  # transformers has no types for it
@@ -42,25 +42,35 @@ class Memory(DynamicCache):  # type: ignore[misc]  # transformers has no types f
     def nbytes(self) -> int:
         return sum(states[index].nbytes for states, index in self.states())
 
-    def take(self, rows: Ints) -> None:
-        """Row i becomes what row `rows[i]` was."""
-        for states, index in self.states():
-            states[index] = states[index][torch.from_numpy(rows).to(states[index].device)]
+    def room(self, rows: int) -> Memory:
+        """The same layers with room for so many rows, which hold nothing yet."""
+        return self._with(lambda state: state.new_zeros(rows, *state.shape[1:]))
 
-    def move(self, source: Ints, target: Ints, count: int) -> None:
-        """Row `target[i]` becomes what row `source[i]` was; the first `count` rows stay."""
-        for states, index in self.states():
+    def first(self, rows: int) -> Memory:
+        """The first rows of these: what a forward keeps there is kept here, in place."""
+        return self._with(lambda state: state[:rows])
+
+    def _with(self, made: Callable[[Tensor], Tensor]) -> Memory:
+        other = copy(self)
+        other.layers = [copy(layer) for layer in self.layers]
+        for layer in other.layers:
+            for name in ("conv_states", "recurrent_states"):
+                states = getattr(layer, name, {})
+                if states:
+                    setattr(layer, name, {i: None if state is None else made(state) for i, state in states.items()})
+        return other
+
+    def put(self, rows: Ints, one: Memory) -> None:
+        """These rows become what the one row of `one` is."""
+        for (states, index), (others, _) in zip(self.states(), one.states(), strict=True):
+            states[index][sent(rows, states[index].device)] = others[index]
+
+    def move(self, source: Ints, target: Ints) -> None:
+        """Row `target[i]` becomes what row `source[i]` was."""
+        for states, index in self.states() if len(source) else ():
             state = states[index]
-            if len(source):
-                old, new = (torch.from_numpy(rows).to(state.device) for rows in (source, target))
-                state[new] = state[old]
-            states[index] = state[:count]
-
-    def append(self, *more: Memory) -> None:
-        """The rows of these behind its own, in their order."""
-        for parts in zip(self.states(), *(one.states() for one in more), strict=True):
-            states, index = parts[0]
-            states[index] = torch.cat([part[i] for part, i in parts])
+            old, new = (sent(rows, state.device) for rows in (source, target))
+            state[new] = state[old]
 
 
 class InOrder:

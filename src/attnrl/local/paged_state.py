@@ -28,6 +28,7 @@ from attnrl.attention.pages import (
     shared_rows,
 )
 from attnrl.local.draw import uniforms
+from attnrl.local.memory import Memory
 from attnrl.local.rows import RowTable
 from attnrl.local.stats import length_bucket, step_rows
 
@@ -74,6 +75,7 @@ class PagedState:
         self._splits_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self.scratch: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.shape = Shape(0, 0, 0, 1)
+        self.memory: Memory | None = None  # of a model that remembers, from its first prefill on
         self.spared = 0  # tokens that rows need not hold, since their neighbour does
         self.look = 0  # 0: the rows are others than at the last look
 
@@ -85,6 +87,12 @@ class PagedState:
     def drawn(self, request_R: Tensor, tokens_R: Tensor) -> None:
         """Keeps the newest tokens of these requests: the host knows them later."""
         self._newest_N.index_copy_(0, request_R, tokens_R)
+
+    def remember(self, rows: Ints, memory: Memory) -> None:
+        """These rows go on from where `memory`'s one row is."""
+        if self.memory is None:
+            self.memory = memory.room(len(self.table_RM))
+        self.memory.put(rows, memory)
 
     def place(self, table: RowTable, pages_RM: Pages, held_R: Ints) -> None:
         """Sets the state from the host's: the running rows and the pages that each holds."""

@@ -16,6 +16,17 @@ from attnrl.local.draw import stream_of
 from attnrl.types import Finish, Ids, Request, Rollout
 
 
+def in_gaps(kept: Ints) -> Ints:
+    """The same rows, the last ones in the places of those that go, so that few rows move.
+
+    >>> in_gaps(np.array([0, 2, 3, 5, 6]))
+    array([0, 5, 2, 3, 6])
+    """
+    order = np.arange(len(kept))
+    order[np.setdiff1d(order, kept)] = kept[kept >= len(kept)]
+    return order
+
+
 class RowTable:
     """Host side of the running rows (the first `count`) and what has been drawn, per request."""
 

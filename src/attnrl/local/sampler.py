@@ -6,12 +6,14 @@ leaves the batch and waiting requests are admitted behind the others. What is dr
 context, its seed, the sampling and the weights alone, up to the rounding of matrix products of another size.
 
 A batch owns what belongs together: the rows that run, their cache and their state on the device. `batch.py` keeps keys
-and values in pages (CUDA), `slots.py` in equal slots (CPU, and models that remember, of which no two contexts share).
+and values in pages (CUDA), `slots.py` in equal slots (CPU). What a model remembers beside attention lies beside them
+(`memory.py`), and no two contexts share it.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -38,6 +40,7 @@ from attnrl.types import Request, Rollout, Sampling
 ROWS = {"cpu": 256, "cuda": 1024}  # most requests that run at once, where nothing else is said
 OTHERWISE = "score it from Python (attnrl.scoring), or train another model"
 POSITIONS = "the model's max_position_embeddings = {}: lower sampling.max_response_tokens"
+OVER_PAGES = "{} draws from slots of one cache (slower): over pages log-probs of drawn tokens are wrong by {:.3g} nats"
 ROPE = "{}, where the model's rotary embedding changes for a whole batch: lower sampling.max_response_tokens"
 
 
@@ -60,7 +63,7 @@ class Sampler:
 
     `rows`: most requests that run at once (default 256 on CPU, 1024 on CUDA), fewer where `cache_bytes` (default 4
     GiB on CPU, half the free memory on CUDA) would not hold them at full length. `paged`: keys and values in pages
-    (default: on CUDA; never for a model that remembers). With pages, `check_every` decode steps lie between two looks
+    (default: on CUDA). With pages, `check_every` decode steps lie between two looks
     for finished rows (default 16 on CUDA, 1 on CPU): a row that has ended runs on for one or two looks, and while the
     device draws, the host prepares what comes after the next one. `cuda_graphs` replays the steps (default: on CUDA).
     None of these changes what is drawn. Cache and graphs are kept between calls; `close()` frees them.
@@ -100,10 +103,10 @@ class Sampler:
         shapes, stops_V = self._probe_model(memory), self._stop_table(stop_ids)
         state_bytes = 0 if memory is None else memory.nbytes
         setup = Setup(model, *shapes, stops_V, self.rows, prefill, cache_bytes, look, graphs, state_bytes)
-        in_pages = (cuda if paged is None else paged) and not alone
+        in_pages = cuda if paged is None else paged
         self.batch: Batch = PagedBatch(setup) if in_pages else SlotBatch(setup)
         if alone:
-            self._check_states()
+            self._check_states(setup)
 
     def metrics(self) -> dict[str, float]:
         """generate/shared_context: share of context tokens that another request had already run over, since the last
@@ -180,14 +183,23 @@ class Sampler:
             raise ConfigError(f"{name} takes no `logits_to_keep`, which the local sampler prefills with: {OTHERWISE}")
         return probe.layers(), probe.dtype
 
-    def _check_states(self) -> None:
+    def _check_states(self, setup: Setup) -> None:
         """Raises where a model that remembers draws by other log-probs than it has: where it keeps its states, and in
-        which order its rows are, only its own code knows.
+        which order its rows are, only its own code knows. Where pages alone are wrong, slots take their place.
         """
+        gap, allowed = self._tried(), ROUNDING.get(self.model.dtype, HALF_ROUNDING)
+        if gap > allowed and isinstance(self.batch, PagedBatch):
+            warnings.warn(OVER_PAGES.format(type(self.model).__name__, gap), stacklevel=3)
+            self.batch = SlotBatch(setup)
+            gap = self._tried()
+        if gap > allowed:
+            raise ConfigError(f"{self._lost} (log-probs of drawn tokens are wrong by {gap:.3g} nats)")
+
+    def _tried(self) -> float:
+        """How far log-probs of drawn tokens are from the model's own; the trial leaves no trace."""
         longest = getattr(self.model.config, "max_position_embeddings", None)
         gap = max(logprob_gaps(self, self.model, longest))
-        if gap > ROUNDING.get(self.model.dtype, HALF_ROUNDING):
-            raise ConfigError(f"{self._lost} (log-probs of drawn tokens are wrong by {gap:.3g} nats)")
         self.close()
         self.metrics()
         self.stats = SamplerStats()
+        return gap

@@ -1,8 +1,7 @@
-"""Running rows that own equal slots of one cache: what the sampler uses on a CPU, and for models that remember.
+"""Running rows that own equal slots of one cache: what the sampler uses on a CPU.
 
 A row's keys and values are one run of memory, so attention needs no gathering; every row pays for the longest. A look
-at the device costs nothing here, so there is one after every step. On CUDA devices `batch.py` takes its place, but not
-for models that remember: their states lie here beside keys and values (`memory.py`).
+at the device costs nothing here, so there is one after every step. On CUDA devices `batch.py` takes its place.
 
 Shapes: R rows of the step, V vocabulary.
 """
@@ -44,8 +43,7 @@ class SlotBatch:
         self.table = RowTable([], 0, setup.stops_V)
         self.stats = SamplerStats()
         self._cache: KVCache | None = None
-        self._memory: Memory | None = None  # of the running rows
-        self._added: list[Memory] = []  # of the rows that come behind them
+        self._memory: Memory | None = None
         self._requests: Sequence[Request] = ()
         self._carry: Carry | None = None
         self._longest = 0
@@ -63,7 +61,7 @@ class SlotBatch:
 
     def open(self, requests: Sequence[Request], stats: SamplerStats) -> None:
         """Starts a call: all requests wait."""
-        self.stats, self._requests, self._carry, self._memory, self._added = stats, requests, None, None, []
+        self.stats, self._requests, self._carry, self._memory = stats, requests, None, None
         self._longest = max(len(r.context) + r.max_tokens for r in requests)
         rows = self.stats.rows = self._rows_for(len(requests))
         if self._cache is not None and self._cache.rows < rows:
@@ -73,7 +71,7 @@ class SlotBatch:
 
     def close(self) -> None:
         """Ends a call."""
-        self._requests, self._carry, self._memory, self._added = (), None, None, []
+        self._requests, self._carry, self._memory = (), None, None
 
     def busy(self) -> bool:
         """Whether some request has not ended."""
@@ -90,11 +88,6 @@ class SlotBatch:
         if self.table.count == begun:
             return
         assert self._cache is not None, "rows were added"
-        if self._added:
-            first, *others = self._added if self._memory is None else [self._memory, *self._added]
-            if others:
-                first.append(*others)
-            self._memory, self._added = first, []
         self._tidy(self._cache)
         self._place()
 
@@ -123,8 +116,8 @@ class SlotBatch:
             positions = np.concatenate([np.arange(n) for n in lengths])
             cache.fill(np.repeat(rows, lengths), positions, np.concatenate(paths), done.keys, done.values)
             if memory is not None:
-                memory.take(np.zeros_like(rows))
-                self._added.append(memory)
+                self._memory = memory.room(self.stats.rows) if self._memory is None else self._memory
+                self._memory.put(rows, memory)
         self._carry = done.carry if memory is None else None
         self.stats.add_prefill(done.trie)
         self.stats.prefill_seconds += time.perf_counter() - begin
@@ -151,7 +144,8 @@ class SlotBatch:
         tokens_R, lengths_R, streams_R, drawn_R = self._state_4R[:, : self.table.count]
         attention = DecodeAttention(cache, lengths_R, blocks)
         given = {"input_ids": tokens_R[:, None], "position_ids": lengths_R[:, None]}
-        logits_R1V = logits(self.model, attention, self._memory, **given)
+        memory = None if self._memory is None else self._memory.first(self.table.count)
+        logits_R1V = logits(self.model, attention, memory, **given)
         ids_R, logprobs_R = draw(logits_R1V[:, -1], uniforms(streams_R, drawn_R), sampling)
         tokens_R.copy_(ids_R)
         self._state_4R[1::2, : self.table.count].add_(1)  # position and count
@@ -175,11 +169,11 @@ class SlotBatch:
             self.table.move(order[moved], moved)
 
     def _move(self, cache: KVCache, source: Ints, target: Ints) -> None:
-        """What the rows keep follows them from `source` to `target`; of rows beyond the running ones nothing stays."""
+        """What the rows keep follows them from `source` to `target`."""
         if len(source):
             cache.move(source, target, int(self.table.length[: self.table.count].max()))
         if self._memory is not None:
-            self._memory.move(source, target, self.table.count)
+            self._memory.move(source, target)
 
     def _place(self) -> None:
         """Sets the device's state from the host's."""
