@@ -16,6 +16,7 @@
 # TINY=1 rehearses them on a CPU, but for vLLM: no number means anything then. COMMIT: where the tree is no checkout.
 # Runs are written below TMPDIR, 25 GB at a time: give it a fast disk, or memory. EACH: seconds that a part may take;
 # what it has written by then stays.
+# `python benchmarks/goals.py OUT` says afterwards which goals are met.
 set -u
 OUT=$1 TOKENIZER=$2
 shift 2
