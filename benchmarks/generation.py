@@ -14,6 +14,8 @@ work     tokens/s of whole calls in a fresh sampler each: prefill and capture in
          where it ran before in this run
 trained  the last call of `work` by a trained model (--trained DIR), beside the same shape with random weights: whether
          the fused forward is taken, and what is said where it is not
+remembering  a model of Qwen3.5's layers (0.8B, random weights): 256 x (128 + 256) and 64 x (2,048 + 128), over pages
+         with captured steps, over pages without, and over slots
 mixed    1,024 requests of mixed length, 512 at a time: speed against equal lengths, pages held against tokens alive;
          lengths as those of the real transcripts (`iteration.py`), scaled to the limit
 A section that fails is reported with its error, and the others still run.
@@ -35,7 +37,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 from attnrl.local.models import prepare_model
 from attnrl.local.sampler import Sampler
@@ -67,6 +76,23 @@ WORK = [
     ("8x(4096+256)", 8, 4096, 256, 0),
     ("135M 2048x(64+256)", 2048, 64, 256, 0),
 ]
+REMEMBERING = {  # three layers of four carry a state
+    "vocab_size": 248_320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+}
+TINY_REMEMBERING = REMEMBERING | {"vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+TINY_REMEMBERING |= {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+REMEMBERED = [("256x(128+256)", 256, 128, 256), ("64x(2048+128)", 64, 2048, 128)]
+WAYS: dict[str, dict[str, Any]] = {"pages": {"paged": True}, "slots": {"paged": False}}
 STEPS = [(64, 4096), (8, 4096), (256, 128)]
 # requests, context and shared tokens of the calls that compile what any number of rows takes
 COMPILED = ((10, 64, 0), (10, 640, 600), (10, 640, 0), (30, 64, 0), (60, 64, 0))
@@ -263,9 +289,11 @@ class Bench:
             out.append(line | {"stats": stats.as_dict()})
         return out
 
-    def timed(self, model: Any, count: int, context: int, new: int, shared: int) -> tuple[dict[str, Any], Any]:
+    def timed(
+        self, model: Any, count: int, context: int, new: int, shared: int, **way: Any
+    ) -> tuple[dict[str, Any], Any]:
         """Seconds and tokens/s of the first and the second call of a fresh sampler, and its record of the latter."""
-        sampler = Sampler(model, stop_ids=[], rows=count, **self.paged)
+        sampler = Sampler(model, stop_ids=[], rows=count, **(way or self.paged))
         took, speeds = [], []
         for _ in range(2):
             requests = self.requests(count, context, new, shared, model.config.vocab_size)
@@ -300,6 +328,24 @@ class Bench:
             found[name] = line | {"fused": stats.fused, "said": sorted({str(w.message) for w in said})}
             print(name, found[name], flush=True)
         return found
+
+    def remembering(self) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        self.models.clear()
+        config = Qwen3_5TextConfig(**(TINY_REMEMBERING if self.tiny else REMEMBERING))
+        with torch.device(self.device):
+            model = prepare_model(Qwen3_5ForCausalLM(config).to(torch.bfloat16), float32_logits=self.wide)
+        ways = WAYS | ({"pages, not captured": {"paged": True, "cuda_graphs": False}} if self.cuda else {})
+        out = []
+        for name, count, context, new in REMEMBERED:
+            for way, given in ways.items():
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    line, stats = self.timed(model, count, context, new, 0, **given)
+                line = {"work": name, "way": way, **line, "said": sorted({str(w.message) for w in said})}
+                out.append(line | {"stats": stats.as_dict()})
+                print(line, flush=True)
+        return out
 
     def compile(self, model: Any, calls: Sequence[tuple[int, int, int]] = COMPILED) -> None:
         """Runs every kernel once, over few tokens: Triton compiles at the first use on a machine."""

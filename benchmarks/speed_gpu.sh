@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The numbers of docs/performance.md on one GPU, a part at a time, JSON and logs in a folder.
-#   bash benchmarks/speed_gpu.sh OUT TOKENIZER [steps|vllm|small|mixed|learner|plain|paper|big|growth|agree|kernels ...]
+#   bash benchmarks/speed_gpu.sh OUT TOKENIZER [steps|vllm|small|mixed|learner|plain|paper|big|growth|agree|remembering|kernels ...]
 # OUT: where to; TOKENIZER: a folder with that of DeepSeek-R1-Distill-Qwen. Without names all parts run, in this order:
 #   steps    decode steps, with logits in float32 and rounded; the same draws
 #   vllm     every call of the table at 1.5B beside vLLM 0.26.0 (it must be installed), in one call of the benchmark
@@ -12,6 +12,7 @@
 #   big      the learner of 7B on one GPU
 #   growth   limits from 1,024 to 16,384 tokens, prompts from 4 to 64
 #   agree    log-probs of sampler (ours and vLLM) and learner, and what brings them nearer
+#   remembering  a model of Qwen3.5's layers by pages and captured steps, and without
 #   kernels  kernels alone, by tile, beside aten's and the library's
 # TINY=1 rehearses them on a CPU, but for vLLM: no number means anything then. COMMIT: where the tree is no checkout.
 # Runs are written below TMPDIR, 25 GB at a time: give it a fast disk, or memory. EACH: seconds that a part may take;
@@ -20,7 +21,7 @@
 set -u
 OUT=$1 TOKENIZER=$2
 shift 2
-[ $# -gt 0 ] || set -- steps vllm small mixed learner plain paper big growth agree kernels
+[ $# -gt 0 ] || set -- steps vllm small mixed learner plain paper big growth agree remembering kernels
 export PYTHONPATH=${PYTHONPATH:-$PWD/src:$PWD/benchmarks} PYTHONUNBUFFERED=1 VLLM_USE_FLASHINFER_SAMPLER=0
 mkdir -p "$OUT"
 COMMIT=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
@@ -75,6 +76,7 @@ for part in "$@"; do
     vllm) measure vllm generation --sections vllm,work --work 0,1,2,3,4,5,6 $TINY_FLAG $DEVICE ;;
     small) measure small generation --sections vllm,work --work 7 $TINY_FLAG $DEVICE ;;
     mixed) measure mixed generation --sections mixed $TINY_FLAG $DEVICE ;;
+    remembering) measure remembering generation --sections remembering $TINY_FLAG $DEVICE ;;
     kernels) measure kernels generation --sections kernels $TINY_FLAG $DEVICE ;;
     learner) measure learner learner_memory --tied --sections all $TINY_FLAG ;;
     plain) measure plain iteration --shape $SHAPE --prompts 16 --limit $SHORT --iterations 2 --lengths --rows 512 --layers auto --tokenizer "$TOKENIZER" --spare $PLAIN ;;

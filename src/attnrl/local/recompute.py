@@ -28,7 +28,7 @@ RESERVE = 0.1  # of the device's memory, left free: pieces the allocator cannot 
 ATTENTION = [torch.ops.attnrl.paths.default, torch.ops.aten._flash_attention_forward.default]
 ATTENTION += [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
 # Tokens of a microbatch's longest sequence from which attention is kept: on an H200 that cost 4 % of the learner's
-# speed at 2,048 tokens a response and gained 4 % at 8,192, by aten's attention (docs/performance.md).
+# speed at 2,048 tokens a response and gained 4 % at 8,192, by aten's attention (a trial).
 LONG = 4096
 LOGIT_ARRAYS = 4  # float32 arrays as large as a chunk's logits: they, scaled, as probabilities, their gradient
 
