@@ -194,6 +194,24 @@ def test_finished_rows_do_not_cost(qwen2: Any) -> None:
     assert [len(r.ids) for r in rollouts] == [1, 2, 9, 30]
     assert sampler.stats.row_steps == sum(n - 1 for n in (1, 2, 9, 30))
     assert sampler.stats.rows == 3
+    assert sampler.metrics()["generate/idle_share"] == 0
+
+
+def test_metrics_are_of_all_calls_since_the_last_time(qwen2: Any) -> None:
+    """Over pages: four steps of eight rows, of which one draws; then three, of which two draw."""
+    sampler = Sampler(qwen2, stop_ids=(), paged=True, check_every=4)
+    assert sampler.metrics() == {}
+    context = as_ids([5, 6, 7])
+    sampler.generate([Request(context, 5, 0)], Sampling(), version=0)
+    sampler.generate([Request(context, 4, 1), Request(as_ids([5, 6, 7, 8]), 4, 2)], Sampling(), version=0)
+    found = sampler.metrics()
+    assert found["generate/idle_share"] == 1 - (4 + 2 * 3) / (4 * 8 + 3 * 8)
+    assert found["generate/shared_context"] == 3 / (3 + 3 + 4)
+    assert found["generate/cache_gb"] == sampler.stats.cache_bytes / 1e9
+    assert 0 < found["generate/prefill_share"] < 1
+    assert found["generate/sampler_own"] == 1
+    assert not any(found[f"generate/{name}"] for name in ("fused", "captured", "put_back"))
+    assert sampler.metrics() == {}
 
 
 def test_the_cache_grows_with_the_rows_and_is_kept_between_calls(qwen2: Any) -> None:

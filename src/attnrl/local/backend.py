@@ -60,7 +60,7 @@ class LocalBackend:
     Those of `metrics`, of the time since it was last asked:
     score/overhead             time of scoring with FCI over time without, minus 1
     score/seconds, score/tokens, score/packs, score/attention_KIND and score/fci_KIND (1: that implementation ran)
-    generate/shared_context    share of context tokens that another request had already run over
+    generate/sampler_own, generate/fused, ...    how the sampler drew: `local/stats.py`, `local/vllm_sampler.py`
     device/peak_memory_gb      most device memory held, GB (CUDA only)
     """
 

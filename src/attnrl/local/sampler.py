@@ -32,7 +32,7 @@ from attnrl.local.forward import ProbeAttention, Setup, sampling_mode
 from attnrl.local.memory import Memory, logits
 from attnrl.local.rows import RowTable
 from attnrl.local.slots import SlotBatch
-from attnrl.local.stats import SamplerStats
+from attnrl.local.stats import SamplerStats, metrics_of
 from attnrl.local.trial import logprob_gaps
 from attnrl.progress import tell
 from attnrl.types import Request, Rollout, Sampling
@@ -96,7 +96,7 @@ class Sampler:
         if cuda_graphs and not cuda:
             raise ConfigError(f"cuda_graphs = true, but the model is on {self.device}; leave it unset")
         self.stats = SamplerStats()
-        self._shared_tokens = self._context_tokens = 0  # since the last call of `metrics`
+        self._done: list[SamplerStats] = []  # calls since the last one of `metrics`
         graphs = cuda if cuda_graphs is None else cuda_graphs
         alone = remembers(model)
         memory = Memory(model) if alone else None
@@ -109,12 +109,9 @@ class Sampler:
             self._check_states(setup)
 
     def metrics(self) -> dict[str, float]:
-        """generate/shared_context: share of context tokens that another request had already run over, since the last
-        call of this.
-        """
-        share = self._shared_tokens / max(1, self._context_tokens)
-        self._shared_tokens = self._context_tokens = 0
-        return {"generate/shared_context": share}
+        """What was done since the last call of this, as `generate/...` of docs/metrics.md."""
+        done, self._done = self._done, []
+        return metrics_of(done)
 
     def sync(self) -> None:
         """The weights have changed: nothing to do, they are read from the model itself and no cache outlives a call."""
@@ -140,8 +137,7 @@ class Sampler:
             table = self._run(requests, sampling)
         stats.seconds = time.perf_counter() - begin
         stats.drawn_tokens = int(table.lengths_of.sum())
-        self._shared_tokens += stats.saved_tokens
-        self._context_tokens += stats.saved_tokens + stats.prefilled_tokens
+        self._done.append(stats)
         return [table.rollout(i, version) for i in range(len(requests))]
 
     def _run(self, requests: Sequence[Request], sampling: Sampling) -> RowTable:

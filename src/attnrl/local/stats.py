@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from attnrl.attention.trie import Trie
@@ -42,6 +43,27 @@ class SamplerStats:
     def as_dict(self) -> dict[str, float]:
         """All counts by name, with tokens_per_second."""
         return {**asdict(self), "tokens_per_second": self.tokens_per_second}
+
+
+def metrics_of(calls: Sequence[SamplerStats]) -> dict[str, float]:
+    """What these calls did, as metrics `generate/...` of docs/metrics.md; nothing of none."""
+    if not calls:
+        return {}
+
+    def total(name: str) -> float:
+        return float(sum(getattr(call, name) for call in calls))
+
+    beside_steps = total("requests") + total("put_back")  # tokens that prefills drew
+    return {
+        "generate/sampler_own": 1.0,
+        "generate/fused": float(all(call.fused for call in calls)),
+        "generate/captured": float(all(call.cuda_graph for call in calls)),
+        "generate/shared_context": total("saved_tokens") / max(1.0, total("saved_tokens") + total("prefilled_tokens")),
+        "generate/prefill_share": total("prefill_seconds") / max(1e-9, total("seconds")),
+        "generate/idle_share": 1 - (total("drawn_tokens") - beside_steps) / max(1.0, total("row_steps")),
+        "generate/put_back": total("put_back"),
+        "generate/cache_gb": max(call.cache_bytes for call in calls) / 1e9,
+    }
 
 
 def length_bucket(tokens: int) -> int:

@@ -121,9 +121,11 @@ class VllmSampler:
             self._asleep, self._fresh = True, False
 
     def metrics(self) -> dict[str, float]:
-        """generate/vllm_seconds, generate/vllm_sync_seconds, generate/vllm_restarts, since the last call of this."""
-        totals = dict(self._totals)
-        self._totals = dict.fromkeys(totals, 0.0)
+        """generate/sampler_vllm, generate/vllm_seconds, generate/vllm_sync_seconds, generate/vllm_restarts, since the
+        last call of this.
+        """
+        totals = self._totals | {"generate/sampler_vllm": 1.0}
+        self._totals = dict.fromkeys(self._totals, 0.0)
         return totals
 
     def close(self) -> None:
