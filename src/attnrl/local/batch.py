@@ -142,15 +142,11 @@ class PagedBatch:
         pages = 0 if pool is None else pool.pages * pool.page_bytes
         return pages + (0 if memory is None else memory.nbytes)
 
-    def _memory_bytes(self, rows: int) -> int:
-        """What so many rows remember, twice: a step that is captured is undone from a copy."""
-        return 2 * self.setup.state_bytes * step_rows(rows)
-
     def _rows_for(self, requests: int) -> int:
         """How many rows may run at once: what they remember takes half of the cache at most."""
         most = min(requests, self.setup.rows)
         half = self.setup.budget(self._cache_bytes()) // 2 if self.setup.state_bytes else 0
-        return next((n for n in range(most, 8, -1) if self._memory_bytes(n) <= half), min(most, 8))
+        return next((n for n in range(most, 8, -1) if self.setup.memory_bytes(n) <= half), min(most, 8))
 
     def _allocate(self, rows: int) -> None:
         """A pool for what the rows can need at most, within the budget, and the device's state for so many rows."""
@@ -170,7 +166,7 @@ class PagedBatch:
         most = min(together, sum(map(pages_for, sizes[:rows])))
         need = most + rows + longest + 2  # `_fitting` asks for a page to grow
         pool = self.pool
-        fitting = (self.setup.budget(self._cache_bytes()) - self._memory_bytes(rows)) // per_page
+        fitting = (self.setup.budget(self._cache_bytes()) - self.setup.memory_bytes(rows)) // per_page
         least = longest + 3
         enough = max(least, need if need <= fitting else fitting * 9 // 10)
         if pool is None or pool.pages < enough:
@@ -178,7 +174,7 @@ class PagedBatch:
             room = max(least, min(need + need // SPARE, fitting))
             pool = self.pool = PagePool(self.setup.layers, room, self.setup.dtype, self.device)
         pool.peak = 0
-        self.stats.cache_bytes = pool.pages * pool.page_bytes + self._memory_bytes(rows) // 2
+        self.stats.cache_bytes = pool.pages * pool.page_bytes + self.setup.memory_bytes(rows) // 2
 
     def _make_state(self, rows: int, columns: int) -> None:
         self._pages_RM = np.zeros((rows, columns), np.int32)  # the pages of each running row, and how many it holds

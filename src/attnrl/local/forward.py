@@ -26,6 +26,7 @@ from attnrl.errors import ConfigError
 from attnrl.local.draw import draw
 from attnrl.local.fused import FusedDecoder, Recorded, agrees, fuse
 from attnrl.local.memory import Memory, logits
+from attnrl.local.stats import step_rows
 from attnrl.local.wide import InFloat32, widens
 from attnrl.types import Sampling
 
@@ -61,6 +62,10 @@ class Setup:
     def device(self) -> torch.device:
         device: torch.device = next(self.model.parameters()).device
         return device
+
+    def memory_bytes(self, rows: int) -> int:
+        """Of what the rows of a step remember, twice: a step that is captured is undone from a copy."""
+        return 2 * self.state_bytes * step_rows(rows)
 
     def budget(self, held: int) -> int:
         """Bytes that a cache may take that holds so many now: by default 4 GiB on CPU, half of what is free on CUDA."""
