@@ -258,6 +258,22 @@ def test_a_call_that_breaks_off_between_pages_and_table_leaves_nothing_behind(mo
     assert_same(expected, sampler.generate(requests, Sampling(), version=1))
 
 
+def test_a_call_that_breaks_off_while_room_is_made_leaves_the_next_one_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for few long rows stays where room for many short ones could not be had."""
+    long, short = [Request(as_ids([5]), 200, 0)], [Request(as_ids([5]), 3, i) for i in range(20)]
+    sampler, _ = paged(build(), rows=20, stop_ids=())
+    expected = sampler.generate(long, Sampling(), version=0)
+
+    def fails(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr("attnrl.local.batch.PagedState", fails)
+        with pytest.raises(KeyboardInterrupt):
+            sampler.generate(short, Sampling(), version=0)
+    assert_same(expected, sampler.generate(long, Sampling(), version=0))
+
+
 def test_weights_changed_in_place_are_seen_and_nan_stops_it() -> None:
     model = build()
     sampler, _ = paged(model, stop_ids=())

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
 
 from attnrl.attention.early import early
 from attnrl.local import fused as fused_module
 from attnrl.local import products_triton
-from attnrl.local.fused import FusedDecoder, _Joined
+from attnrl.local.fused import FusedDecoder, _Joined, decoder_layers
 
 
 def decoder(answer: torch.Tensor, few: bool = False) -> FusedDecoder:
@@ -98,6 +99,24 @@ def test_kernels_start_early_on_hopper_gpus_and_later_alone(monkeypatch) -> None
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert early.__wrapped__(torch.device("cuda:2")) == {}
+
+
+def test_turns_are_those_of_short_sequences_also_after_a_long_one() -> None:
+    """Dynamic rotary frequencies change with the longest sequence seen, and go back with a shorter one alone."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 128}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope)).eval()
+    layers = decoder_layers(model.model, copy=True)
+    assert layers is not None
+    fused, made = FusedDecoder(model, layers), []
+    for _ in range(2):
+        fused.refresh(128)
+        made.append(fused.turns)
+        fused.release()
+        with torch.no_grad():
+            model(torch.zeros(1, 200, dtype=torch.int64))
+    torch.testing.assert_close(made[0], made[1], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 import attnrl
+from attnrl.errors import ConfigError, TrainingError
+from attnrl.local.batch import PagedBatch
 from attnrl.local.memory import Memory
 from attnrl.local.models import load_weights
 from attnrl.local.paged_state import PagedState
@@ -117,15 +119,41 @@ def test_rows_that_made_room_are_prefilled_again_with_what_they_drew() -> None:
         assert sampler.stats.put_back > 0
 
 
-def test_where_pages_are_wrong_slots_take_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("lfm2")
-    remember = PagedState.remember
+def test_a_cache_holds_states_and_pages_of_any_call() -> None:
+    """Few long responses, whose pages fill it, then many short ones, whose states need half of it."""
+    sampler = Sampler(tiny("qwen3_5_text"), stop_ids=[2], paged=True, cache_bytes=2_000_000)
+    for count, new in ((4, 200), (40, 8), (4, 200), (40, 8)):
+        requests = [Request(as_ids([5 + i % 7, 6]), max_tokens=new, seed=i) for i in range(count)]
+        sampler.generate(requests, Sampling(), version=0)
+        batch = sampler.batch
+        assert isinstance(batch, PagedBatch)
+        assert batch.pool is not None
+        assert batch._state.memory is not None
+        assert batch.pool.nbytes + 2 * batch._state.memory.nbytes <= 2_000_000
+        assert sampler.stats.rows == count
+
+
+def test_room_for_states_is_kept_where_fewer_rows_run() -> None:
+    sampler, rooms = Sampler(tiny("lfm2"), stop_ids=[2], paged=True), set()
+    sampler.generate(calls(20), Sampling(), version=0)
+    for count in (6, 20, 3, 17):
+        rooms.add(id(sampler.batch._state))  # type: ignore[attr-defined]  # captured steps hold its addresses
+        sampler.generate(calls(count), Sampling(), version=0)
+    assert len(rooms) == 1
+
+
+@pytest.mark.parametrize("fault", [None, RuntimeError("no such kernel"), TrainingError("logits are not finite")])
+def test_where_pages_are_wrong_slots_take_their_place(fault: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, remember = tiny("lfm2"), PagedState.remember
 
     def nothing(state: PagedState, rows: Any, memory: Memory) -> None:
+        if fault is not None:
+            raise fault
         remember(state, rows[:0], memory)
 
     monkeypatch.setattr(PagedState, "remember", nothing)
-    with pytest.warns(UserWarning, match="Lfm2ForCausalLM draws from slots of one cache .* wrong by"):
+    reason = "log-probs of drawn tokens are wrong by" if fault is None else str(fault)
+    with pytest.warns(UserWarning, match=f"Lfm2ForCausalLM draws from slots of one cache .* over pages: {reason}"):
         sampler = Sampler(model, stop_ids=[2], paged=True)
     assert isinstance(sampler.batch, SlotBatch)
     assert same_draws(model, sampler, calls(9))
@@ -143,6 +171,12 @@ def test_a_checkpoint_with_a_vision_tower_is_read_as_text(tmp_path: Path) -> Non
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=ids).logits, whole(input_ids=ids).logits)
     Sampler(model, stop_ids=[2])
+
+
+def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnrl.local.memory.transformers.__version__", "5.13.1")
+    with pytest.raises(ConfigError, match=r"Lfm2ForCausalLM carries .* with transformers 5\.14 or newer, not 5\.13\.1"):
+        Sampler(tiny("lfm2"), stop_ids=[2])
 
 
 LORA = {"model.lora_rank": 4, "model.lora_targets": ["q_proj", "v_proj"]}

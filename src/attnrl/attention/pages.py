@@ -73,6 +73,10 @@ class PagePool:
         return len(self._free)
 
     @property
+    def nbytes(self) -> int:
+        return self.pages * self.page_bytes
+
+    @property
     def used(self) -> int:
         return self.pages - 1 - len(self._free)
 

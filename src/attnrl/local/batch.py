@@ -27,15 +27,7 @@ from torch import Tensor
 
 from attnrl.attention.decoder import rope_limit
 from attnrl.attention.layout import lay_out
-from attnrl.attention.pages import (
-    PAGE,
-    Ints,
-    PagePool,
-    Pages,
-    bytes_per_token,
-    pages_for,
-    sent,
-)
+from attnrl.attention.pages import PAGE, Ints, PagePool, Pages, bytes_per_token, pages_for, sent
 from attnrl.attention.trie import Trie, common_prefix, continue_trie, sorted_rows
 from attnrl.local.draw import uniforms
 from attnrl.local.flights import Flight, Mark, fly
@@ -138,15 +130,20 @@ class PagedBatch:
 
     def _cache_bytes(self) -> int:
         """Of the pages, and of what rows remember."""
-        memory, pool = self._state.memory, self.pool
-        pages = 0 if pool is None else pool.pages * pool.page_bytes
-        return pages + (0 if memory is None else memory.nbytes)
+        return sum(held.nbytes for held in (self.pool, self._state.memory) if held is not None)
 
     def _rows_for(self, requests: int) -> int:
-        """How many rows may run at once: what they remember takes half of the cache at most."""
-        most = min(requests, self.setup.rows)
-        half = self.setup.budget(self._cache_bytes()) // 2 if self.setup.state_bytes else 0
-        return next((n for n in range(most, 8, -1) if self.setup.memory_bytes(n) <= half), min(most, 8))
+        """How many rows may run at once: what they remember takes half of the cache, hardly more if there is room."""
+        most, remembered = min(requests, self.setup.rows), self.setup.memory_bytes
+        if not self.setup.state_bytes:
+            return most
+        half, kept = self.setup.budget(self._cache_bytes()) // 2, len(self._state.table_RM)
+        if kept > 8 and remembered(kept) > half + half // SPARE:
+            self._graphs.clear()
+            self._make_state(0, 0)
+            kept = 0
+        fitting = (n for n in range(most, 8, -1) if step_rows(n) <= kept or remembered(n) <= half)
+        return next(fitting, min(most, 8))
 
     def _allocate(self, rows: int) -> None:
         """A pool for what the rows can need at most, within the budget, and the device's state for so many rows."""
@@ -158,29 +155,30 @@ class PagedBatch:
         longest = pages_for(sizes[0])
         columns = max(pages_for(length_bucket(sizes[0])), pages_for(self.setup.check_every) + 1)
         size = self._state.table_RM.shape
-        spare = self.setup.state_bytes and size[0] > step_rows(rows)  # what rows remember is large
-        if size[0] < step_rows(rows) or size[1] < columns or spare:
+        if size[0] < step_rows(rows) or size[1] < columns:
             self._graphs.clear()
             self._make_state(step_rows(rows), columns)
         per_page = PAGE * bytes_per_token(self.setup.layers, self.setup.dtype)
         most = min(together, sum(map(pages_for, sizes[:rows])))
         need = most + rows + longest + 2  # `_fitting` asks for a page to grow
         pool = self.pool
-        fitting = (self.setup.budget(self._cache_bytes()) - self.setup.memory_bytes(rows)) // per_page
+        memory_bytes = self.setup.memory_bytes(len(self._state.table_RM))
+        fitting = (self.setup.budget(self._cache_bytes()) - memory_bytes) // per_page
         least = longest + 3
         enough = max(least, need if need <= fitting else fitting * 9 // 10)
-        if pool is None or pool.pages < enough:
+        much = self.setup.state_bytes and pool is not None and pool.pages > fitting + fitting // SPARE
+        if pool is None or pool.pages < enough or much:
             self.release()
             room = max(least, min(need + need // SPARE, fitting))
             pool = self.pool = PagePool(self.setup.layers, room, self.setup.dtype, self.device)
         pool.peak = 0
-        self.stats.cache_bytes = pool.pages * pool.page_bytes + self.setup.memory_bytes(rows) // 2
+        self.stats.cache_bytes = pool.nbytes + memory_bytes // 2
 
     def _make_state(self, rows: int, columns: int) -> None:
+        self._state = PagedState(self.model, self.setup.layers, rows, columns, self.setup.check_every)
         self._pages_RM = np.zeros((rows, columns), np.int32)  # the pages of each running row, and how many it holds
         self._held_R = np.zeros(rows, np.int64)
         self._last_position = min(columns * PAGE, self._positions) - 1  # of rows that run on past their end
-        self._state = PagedState(self.model, self.setup.layers, rows, columns, self.setup.check_every)
 
     # Admitting requests
 

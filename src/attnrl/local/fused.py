@@ -185,6 +185,7 @@ class FusedDecoder:
             if self.turns is None or len(self.turns[0]) < positions:
                 position_P = torch.arange(positions, device=next(self.model.parameters()).device)
                 like_1W = self.base.embed_tokens(position_P[:1])
+                self.base.rotary_emb(like_1W[None], position_ids=position_P[:1, None])  # forgets what was longer
                 cos, sin = self.base.rotary_emb(like_1W[None], position_ids=position_P[None])
                 self.turns = cos[0].contiguous(), sin[0].contiguous()
 

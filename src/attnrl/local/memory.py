@@ -13,18 +13,28 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 from attnrl.attention.decoder import body_of
 from attnrl.attention.interface import AttentionPlan, Layer, attending
 from attnrl.attention.pages import Ints, sent
+from attnrl.errors import ConfigError
+
+OLDEST = (5, 14)  # transformers whose caches keep states as `states` finds them
 
 
 class Memory(DynamicCache):  # type: ignore[misc]  # transformers has no types for it
     """The states of R rows, in their order: tensors [R, ...], by layer. Empty at first, and filled by a forward."""
 
     def __init__(self, model: nn.Module) -> None:
+        version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+        if version < OLDEST:
+            raise ConfigError(
+                f"{type(model).__name__} carries a state from token to token: it is drawn from with transformers "
+                f"{OLDEST[0]}.{OLDEST[1]} or newer, not {transformers.__version__}; pip install -U transformers"
+            )
         config: Any = body_of(model).config
         super().__init__(config=config.get_text_config(decoder=True))
 

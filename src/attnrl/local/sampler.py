@@ -22,10 +22,11 @@ import torch
 from numpy.typing import NDArray
 
 from attnrl.attention.decoder import remembers, rope_limit, vocabulary_of
+from attnrl.attention.paged import failures
 from attnrl.attention.pages import LayerShape
 from attnrl.attention.paths import HALF_ROUNDING, ROUNDING, check_attention
 from attnrl.backend import check_requests
-from attnrl.errors import ConfigError
+from attnrl.errors import ConfigError, TrainingError
 from attnrl.local.batch import PagedBatch
 from attnrl.local.draw import check_sampling
 from attnrl.local.forward import ProbeAttention, Setup, sampling_mode
@@ -40,7 +41,7 @@ from attnrl.types import Request, Rollout, Sampling
 ROWS = {"cpu": 256, "cuda": 1024}  # most requests that run at once, where nothing else is said
 OTHERWISE = "score it from Python (attnrl.scoring), or train another model"
 POSITIONS = "the model's max_position_embeddings = {}: lower sampling.max_response_tokens"
-OVER_PAGES = "{} draws from slots of one cache (slower): over pages log-probs of drawn tokens are wrong by {:.3g} nats"
+OVER_PAGES = "{} draws from slots of one cache (slower), since it could not over pages: {}"
 ROPE = "{}, where the model's rotary embedding changes for a whole batch: lower sampling.max_response_tokens"
 
 
@@ -183,19 +184,27 @@ class Sampler:
         """Raises where a model that remembers draws by other log-probs than it has: where it keeps its states, and in
         which order its rows are, only its own code knows. Where pages alone are wrong, slots take their place.
         """
-        gap, allowed = self._tried(), ROUNDING.get(self.model.dtype, HALF_ROUNDING)
-        if gap > allowed and isinstance(self.batch, PagedBatch):
-            warnings.warn(OVER_PAGES.format(type(self.model).__name__, gap), stacklevel=3)
+        if isinstance(self.batch, PagedBatch):
+            broken: tuple[type[Exception], ...] = (TrainingError, *failures())
+            try:
+                wrong = self._tried()
+            except broken as error:
+                wrong = str(error)
+            if not wrong:
+                return
+            warnings.warn(OVER_PAGES.format(type(self.model).__name__, wrong), stacklevel=3)
             self.batch = SlotBatch(setup)
-            gap = self._tried()
-        if gap > allowed:
-            raise ConfigError(f"{self._lost} (log-probs of drawn tokens are wrong by {gap:.3g} nats)")
+        if wrong := self._tried():
+            raise ConfigError(f"{self._lost} ({wrong})")
 
-    def _tried(self) -> float:
-        """How far log-probs of drawn tokens are from the model's own; the trial leaves no trace."""
+    def _tried(self) -> str:
+        """What is wrong with log-probs of drawn tokens, empty: nothing; the trial leaves no trace."""
         longest = getattr(self.model.config, "max_position_embeddings", None)
-        gap = max(logprob_gaps(self, self.model, longest))
-        self.close()
-        self.metrics()
-        self.stats = SamplerStats()
-        return gap
+        try:
+            gap = max(logprob_gaps(self, self.model, longest))
+        finally:
+            self.close()
+            self.metrics()
+            self.stats = SamplerStats()
+        allowed = ROUNDING.get(self.model.dtype, HALF_ROUNDING)
+        return "" if gap <= allowed else f"log-probs of drawn tokens are wrong by {gap:.3g} nats"
