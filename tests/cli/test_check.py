@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,7 +101,10 @@ def test_the_demo_is_well(tmp_path):
     assert "5 rows: 5 golds right, 5 times nonsense wrong" in done.stdout
     assert "All counts are modulo 11." in done.stdout  # the prompt as it is
     assert "12 responses" in done.stdout
-    assert "held out  tasks 256 problems x 2" in done.stdout
+    assert "held out  tasks 256 problems x 2; responses of up to 200 tokens, temperature 1, top-p 1\n" in done.stdout
+    assert re.search(
+        r"\n +and 3 evaluations of 512 responses: \d+m\d+s if they are as long \(\d+ tokens, ", done.stdout
+    )
     assert "1,124,736 weights" in done.stdout
     assert list(tmp_path.iterdir()) == []  # nothing is written
 

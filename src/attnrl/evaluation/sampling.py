@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from attnrl.backend import Sampler, generate_by
 from attnrl.errors import ConfigError
 from attnrl.evaluation.log import Log, open_log
 from attnrl.evaluation.results import Report, Response
+from attnrl.progress import watched
 from attnrl.types import Attempt, Grade, Ids, Prompt, Request, Sampling, content_hash, counted
 
 Job = tuple[str, int, int, Prompt]  # benchmark, row (from 1), sample, prompt
@@ -143,19 +144,28 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
 
 @contextmanager
 def _bar(total: int) -> Iterator[Callable[[Iterable[Response]], None]]:
-    """A progress bar on stderr, where that is a terminal, with the share of right responses so far."""
+    """Progress on stderr, with the share of right responses so far: a bar where that is a terminal, else lines."""
     from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[right]}"))
+    usual, right = Progress.get_default_columns(), TextColumn("{task.fields[right]}")
+    columns = (*usual, TimeElapsedColumn(), MofNCompleteColumn(), right)
     done: list[bool] = []
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    seen = console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not seen) as bar:
         task = bar.add_task("responses", total=total, right="")
 
         def advance(responses: Iterable[Response]) -> None:
             done.extend(response.right for response in responses)
             share = f"{100 * sum(done) / len(done):.1f} % right" if done else ""
             bar.update(task, completed=len(done), right=share)
+            if not seen and 0 < len(done) < total:
+                console.print(f"{len(done):,} of {total:,} responses, {share}", highlight=False)
 
-        yield advance
+        def drawing(what: str, now: int, of: int) -> None:
+            if what.startswith("generate"):
+                bar.update(task, completed=len(done) + now)
+
+        with watched(drawing) if seen else nullcontext():
+            yield advance

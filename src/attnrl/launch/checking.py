@@ -30,6 +30,7 @@ from attnrl.launch.data import (
     train_records,
     without_missing,
 )
+from attnrl.launch.evaluating import what_is_drawn
 from attnrl.launch.forecast import GB, host_memory, memory, shape_of, work
 from attnrl.launch.models import check_engine, decoder, load_tokenizer, open_engine
 from attnrl.launch.parts import scoring_of, segmenting
@@ -139,17 +140,17 @@ def check(
             rates = update_nothing(drawn, backend, found)
             metrics_by(backend)
     trees = trees_by(bound["budget"], float(np.mean([v.right for v in verdicts])), config.algo.group)
-    forecast_time(config, drawn, trees, most_points(bound["rule"]) or 0, rates, found)
+    evaluated = sum(len(rows) * evaluation_samples(config)[name] for name, rows in held_out.items())
+    forecast_time(config, drawn, trees, most_points(bound["rule"]) or 0, rates, evaluated, found)
     return found.rows
 
 
 def look_at_evaluation(config: Config, prompts: Mapping[str, Sequence[Prompt]], found: Findings) -> None:
     """What an evaluation of the run draws, and whether it may take far longer than an iteration."""
-    samples = evaluation_samples(config)
-    lines = [", ".join(f"{name} {len(rows)} problems x {samples[name]}" for name, rows in prompts.items())]
+    lines = [what_is_drawn(config, prompts)]
     limit, trained = config.evaluation.max_response_tokens, config.sampling.max_response_tokens
     if longer := limit > 4 * trained:
-        lines.append(f"responses of up to {limit} tokens, in training {trained}: see evaluation.max_response_tokens")
+        lines.append(f"in training {trained:,}: see evaluation.max_response_tokens")
     found.ok(not longer, "held out", "\n".join(lines))
 
 
@@ -365,10 +366,10 @@ def update_nothing(drawn: Drawn, backend: Backend, found: Findings) -> tuple[flo
 
 
 def forecast_time(
-    config: Config, drawn: Drawn, trees: float, points: int, rates: tuple[float, float], found: Findings
+    config: Config, drawn: Drawn, trees: float, points: int, rates: tuple[float, float], evaluated: int, found: Findings
 ) -> None:
     """Tokens and seconds of an iteration, from the lengths of the few responses and the speed of drawing, scoring and
-    updating with them.
+    updating with them; and of the run's evaluations, of `evaluated` responses each.
     """
     score_rate, update_rate = rates
     length = float(np.mean([len(r.ids) for r in drawn.rollouts]))
@@ -387,4 +388,11 @@ def forecast_time(
         f"{ahead.generated:,.0f} tokens drawn at {drawn.rate:,.0f} a second, {ahead.trained:,.0f} trained on "
         f"at {update_rate:,.0f}; measured on {len(drawn.rollouts)} responses, full batches run faster",
     ]
+    if evaluated:
+        every, last = config.evaluation.every, config.run.iterations
+        times, spent = len({0, *range(every, last, every), last}), evaluated * length / drawn.rate
+        lines.append(
+            f"and {counted(times, 'evaluation')} of {evaluated:,} responses: {time_span(times * spent)} if they are as "
+            f"long ({length:,.0f} tokens, where {config.evaluation.max_response_tokens:,} are allowed)"
+        )
     found.add("ok", "time", "\n".join(lines))

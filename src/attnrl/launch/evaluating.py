@@ -73,6 +73,7 @@ def evaluate(
     tokenizer = load_tokenizer(path)
     prompts = evaluation_prompts(config, records, tokenizer)
     check_room(config, path, prompts)
+    say(what_is_drawn(config, prompts))
     with rewards, open_engine(engine, config, path, tokenizer, learn=False, verbs=("generate",)) as sampler:
         return measure(
             sampler,
@@ -90,6 +91,14 @@ def evaluate(
             },
             chunk=chunk,
         )
+
+
+def what_is_drawn(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> str:
+    """One line: problems, responses, how long they may be, and how they are drawn."""
+    samples, wanted = evaluation_samples(config), config.evaluation
+    benchmarks = ", ".join(f"{name} {len(rows):,} problems x {samples[name]}" for name, rows in prompts.items())
+    how = f"temperature {wanted.temperature:g}, top-p {wanted.top_p:g}"
+    return f"{benchmarks}; responses of up to {wanted.max_response_tokens:,} tokens, {how}"
 
 
 def begun_with(output: str | Path | None) -> str:
