@@ -5,7 +5,8 @@
 
 A goal is of the ratio, where a number stands beside the measured one: measured over the other, but of the plain way's
 seconds how many times ours they are. Without `--before` the learner stands beside d9ecc0b's on another machine. Exit
-status: 1 where a goal is missed, 2 where there is nothing to read, else 0, also where a part has not run.
+status: 1 where a goal is missed, 2 where there is nothing to read or a rehearsal alone, else 0, also where a part has
+not run.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ BEFORE = {  # as learner.json
     "cases": [{"tokens": n, "layers": "all", "tokens_per_second": speed, "peak_gb": 35.9} for n, speed in SPEEDS],
 }
 HEAD = ["what", "measured", "beside what", "ratio", "goal", "met", "commit"]
+REHEARSAL = "a rehearsal: no number means anything"
 COMPARED = {">=": operator.ge, "<=": operator.le, "<": operator.lt}
 Found = tuple[float, str, float | str]  # measured, what stands beside it, their ratio; "-": none
 
@@ -146,7 +148,7 @@ def origin(file: Any) -> tuple[str, str]:
     whole = file if isinstance(file, dict) else {}  # metrics.jsonl names neither
     said = whole.get("arguments", whole)
     rehearsed = said.get("device") == "cpu" or said.get("tiny") == "True" or said.get("shape") == "tiny"
-    device = "a rehearsal: no number means anything" if rehearsed else whole.get("device", "not named")
+    device = REHEARSAL if rehearsed else whole.get("device", "not named")
     return said.get("commit") or "not named", device
 
 
@@ -164,10 +166,12 @@ def line(goal: Goal, file: Any) -> list[str]:
     """The cells under HEAD."""
     try:
         measured, theirs, ratio = READ[goal.part](file or {}, goal.of)
-    except LookupError:
+    except (LookupError, TypeError, AttributeError):  # not run, cut off, or failed
         return [goal.what, "-", "-", "-", goal.goal, "not measured", "-"]
     met, (sign, _, limit) = "measured", goal.goal.partition(" ")
-    if limit:
+    if origin(file)[1] == REHEARSAL:
+        met = "rehearsal"
+    elif limit:
         met = "yes" if COMPARED[sign](measured if isinstance(ratio, str) else ratio, float(limit)) else "no"
     return [goal.what, shown(measured), theirs, shown(ratio), goal.goal, met, origin(file)[0]]
 
@@ -182,7 +186,8 @@ def main(argv: list[str] | None = None) -> int:
     before = load(args.before) if args.before else BEFORE
     files = {p: {**file, "before": before} if p == "learner" else file for p, file in found.items() if file}
     if not files or not before:
-        print(f"{args.out if before else args.before}: nothing to read", file=sys.stderr)
+        names = ", ".join(sorted(path.name for path in paths.values()))
+        print(f"{args.out if before else args.before}: nothing to read; speed_gpu.sh writes {names}", file=sys.stderr)
         return 2
     rows = [line(goal, files.get(goal.part)) for goal in GOALS]
     said = {part: origin(file) for part, file in files.items()}
@@ -191,7 +196,8 @@ def main(argv: list[str] | None = None) -> int:
         print("| " + " | ".join(cells if several else cells[:-1]) + " |")
     for commit, device in dict.fromkeys(said.values()):
         print(f"\ncommit {commit}, device {device}:", ", ".join(p for p in files if said[p] == (commit, device)))
-    return int(any(cells[5] == "no" for cells in rows))
+    found = {cells[5] for cells in rows}
+    return 1 if "no" in found else 0 if found & {"yes", "measured"} else 2
 
 
 if __name__ == "__main__":

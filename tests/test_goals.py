@@ -201,8 +201,10 @@ def test_a_rehearsal_says_so(out: Path, capsys: pytest.CaptureFixture[str]) -> N
     change(out / "steps.json", "device", to="cpu")
     change(out / "learner.json", "arguments", "tiny", to="True")
     change(out / "plain.json", "arguments", "shape", to="tiny")
-    goals.main([str(out)])
-    below = said(capsys)[1].splitlines()
+    assert goals.main([str(out)]) == 0
+    rows, below = said(capsys)
+    assert {row[-1] for name, row in rows.items() if "step" in name or "iteration, s" in name} == {"rehearsal"}
+    below = below.splitlines()
     assert "commit 4ea5c35, device a rehearsal: no number means anything: steps, learner, plain" in below
 
 
@@ -210,4 +212,19 @@ def test_a_folder_with_none_of_the_files_is_refused(tmp_path: Path, capsys: pyte
     (tmp_path / "agree.json").write_text("{}")
     assert goals.main([str(tmp_path)]) == 2
     assert goals.main([str(tmp_path / "nowhere")]) == 2
-    assert capsys.readouterr().out == ""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "nowhere: nothing to read; speed_gpu.sh writes big.json, growth.json, " in captured.err
+
+
+def test_a_rehearsal_alone_shows_nothing(tmp_path: Path) -> None:
+    steps = [{"rows": 64, "context": 4096, "top_p": 1.0, "ms": 3.0}]
+    (tmp_path / "steps.json").write_text(json.dumps({"device": "cpu", "commit": "4ea5c35", "steps": steps}))
+    assert goals.main([str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("torn", [{"cases": {"error": "Traceback"}}, {"cases": "text"}, [1, 2]])
+def test_a_file_of_another_form_was_not_measured(out: Path, capsys: pytest.CaptureFixture[str], torn: Any) -> None:
+    (out / "big.json").write_text(json.dumps(torn))
+    assert goals.main([str(out)]) == 0
+    assert said(capsys)[0]["learner of 7B, 8,192 tokens a sample, peak GB"][-1] == "not measured"

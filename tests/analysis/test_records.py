@@ -99,6 +99,9 @@ def test_no_finished_iteration(tmp_path: Path, text: str) -> None:
 def test_missing_directory_and_files(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="nowhere does not exist"):
         read_run(tmp_path / "nowhere")
+    run = small_run(tmp_path / "whole", '{"iteration": 1}')
+    with pytest.raises(MissingFileError, match=r"metrics\.jsonl is a file, no run directory; give the folder"):
+        read_run(run / "metrics.jsonl")
     with pytest.raises(MissingFileError, match=r"holds no metrics\.jsonl"):
         read_run(tmp_path)
     run = small_run(tmp_path / "run")

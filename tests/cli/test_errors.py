@@ -37,6 +37,16 @@ def test_a_batch_of_errors_alone_stops_the_run_with_the_cause(tmp_path: Path) ->
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
+def test_prompts_that_the_model_cannot_read_at_all_are_refused(tmp_path: Path) -> None:
+    rows = [{"problem": f"Janet has {n} ducks. How many eggs does she sell?", "answer": "9"} for n in (3, 4)]
+    (tmp_path / "far.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["train", "demo", "--run-dir", "run", "--data.train", '["far.jsonl"]', "--evaluation.every", "0"]
+    answer = attnrl(tmp_path, *words)
+    assert answer.returncode == 2
+    assert "data.train: 2 of 2 prompts hold words that this model's tokenizer does not know" in answer.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_that_learns_nothing_says_so_and_keeps_its_best_all_the_same(tmp_path: Path) -> None:
     """Responses of at most 8 tokens are all cut off: nothing can be right, nothing is trained on."""
     held_out = "--evaluation.every 1 --evaluation.tasks 4 --run.keep_best eval/tasks/pass@1"

@@ -109,7 +109,7 @@ def test_no_attempts_no_verdicts() -> None:
         ([("overlong", 1.0, {})], r"overlong\): .*needs the option 'max_response_tokens'"),
         ([("overlong", 1.0, {"max_response_tokens": 10, "buffer": 11})], "buffer = 11: must be within 1 and"),
         ([("format", 1.0, {"tags": "think"})], "option tags = 'think': input should be a list"),
-        ([("nowhere.at_all:judge", 1.0, {})], "cannot import 'nowhere.at_all:judge'"),
+        ([("nowhere.at_all:judge", 1.0, {})], r"cannot import 'nowhere.at_all:judge': .* where the command is run"),
     ],
 )
 def test_what_cannot_be_built_is_said_before_work_starts(entries: list, message: str) -> None:

@@ -88,7 +88,10 @@ def find(table: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., An
         found = getattr(imported, attribute)
     except (Exception, SystemExit) as error:  # a module of the user's own may fail, or end, in any way
         plain = isinstance(error, ImportError | AttributeError | ValueError | TypeError)
-        raise ValueError(f"cannot import {name!r}: {error if plain else f'{type(error).__name__}: {error}'}") from error
+        said = f"cannot import {name!r}: {error if plain else f'{type(error).__name__}: {error}'}"
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            said += "; it is looked for where the command is run and among installed packages"
+        raise ValueError(said) from error
     if not callable(found):
         raise ValueError(f"{name!r} is not a function but {type(found).__name__}")
     function: Callable[..., Any] = found

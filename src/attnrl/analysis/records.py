@@ -66,6 +66,8 @@ def read_run(path: Path, name: str | None = None, *, begun: bool = True) -> RunR
 
     Without `begun` a run whose first iteration has not finished yet is a record without metrics.
     """
+    if path.is_file():
+        raise MissingFileError(f"{path} is a file, no run directory; give the folder that it lies in")
     if not path.is_dir():
         raise MissingFileError(f"run directory {path} does not exist; `attnrl train ... --run-dir {path}` makes it")
     metrics = path / "metrics.jsonl"

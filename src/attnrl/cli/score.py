@@ -37,7 +37,7 @@ from rich.console import Console
 from attnrl.cli.files import check_file, check_folder, read_file
 from attnrl.cli.flags import read_flags, show
 from attnrl.config import Section
-from attnrl.errors import DataError, MissingFileError
+from attnrl.errors import ConfigError, DataError, MissingFileError
 from attnrl.launch.models import pin_model
 from attnrl.launch.scoring import Scored, check_scoring, position_correlations, score, score_settings
 from attnrl.types import counted
@@ -78,6 +78,8 @@ class ScoreFlags(Section):
 def main(argv: list[str]) -> None:
     flags, overrides = read_flags(ScoreFlags, argv, str(__doc__), short=SHORT)
     check_folder("output", flags.output)
+    if flags.output.suffix != ".parquet":
+        raise ConfigError(f"--output {flags.output}: the table is a Parquet file; let its name end in .parquet")
     check_folder("html", flags.html)
     model = pin_model(flags.model, show)
     where, config = score_settings(model, overrides)

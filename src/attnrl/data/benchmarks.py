@@ -59,8 +59,8 @@ def load_benchmark(name: str, data_dir: str | os.PathLike[str] | None = None) ->
         records = load_records(source, strict=True)
     except MissingFileError as error:
         raise MissingFileError(
-            f"benchmark {name}: {error}; to use a copy, point ATTNRL_DATA (or data.directory) to a folder that holds "
-            f"eval/{benchmark.file}"
+            f"benchmark {name}: {error}; to use a copy, point ATTNRL_DATA (or data.directory, `attnrl eval "
+            f"--data-dir`) to a folder that holds eval/{benchmark.file}"
         ) from error
     if len(records) != benchmark.rows:
         raise DataError(

@@ -126,10 +126,15 @@ def render_benchmark(
     return prompts
 
 
+def strange_to(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts that hold words which the tokenizer does not know."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    return [] if unknown is None else [prompt for prompt in prompts if (prompt.ids == unknown).any()]
+
+
 def unknown_words(prompts: Sequence[Prompt], tokenizer: Any) -> str:
     """How many prompts hold words that the tokenizer does not know, which, and what helps; empty where none does."""
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    strange = [] if unknown is None else [prompt for prompt in prompts if (prompt.ids == unknown).any()]
+    unknown, strange = getattr(tokenizer, "unk_token_id", None), strange_to(tokenizer, prompts)
     if not strange:
         return ""
     said = f"{len(strange):,} of {len(prompts):,} prompts hold words that this model's tokenizer does not know"

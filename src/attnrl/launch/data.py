@@ -64,7 +64,7 @@ def wording(config: Config) -> dict[str, Any]:
 
 def prompt_stream(config: Config, records: Sequence[Record], tokenizer: Any, say: Say) -> PromptStream:
     """The endless stream of training prompts; says how many there are and what was left out."""
-    from attnrl.data.prompts import render_prompts, unknown_words
+    from attnrl.data.prompts import render_prompts, strange_to, unknown_words
     from attnrl.data.stream import PromptStream
 
     longest = config.data.max_prompt_tokens
@@ -73,6 +73,8 @@ def prompt_stream(config: Config, records: Sequence[Record], tokenizer: Any, say
     if len(prompts) < config.algo.prompts:
         say(f"fewer than a batch takes (algo.prompts = {config.algo.prompts}): a batch has some of them several times")
     if said := unknown_words(prompts, tokenizer):
+        if len(strange_to(tokenizer, prompts)) == len(prompts):
+            raise ConfigError(f"data.train: {said}")
         say(said)
     return PromptStream(prompts, config.run.seed)
 
@@ -100,7 +102,7 @@ def benchmark_label(name: str) -> str:
 
 WITHOUT = {  # what to do where a benchmark that a key asks for cannot be had
     "data.decontaminate": "or train without looking for its problems in the data: --data.decontaminate none",
-    "evaluation.benchmarks": "or name a file of your own in its place; a run with --evaluation.every 0 needs none",
+    "evaluation.benchmarks": "or name a file of your own in its place; training with --evaluation.every 0 needs none",
 }
 
 

@@ -84,8 +84,8 @@ def check_model_path(name_or_path: str | Path, *, weights: bool = True) -> str:
     looks_local = name.startswith((".", "/")) or name.count("/") != 1 or isinstance(name_or_path, Path)
     if looks_local or name.startswith("runs/"):  # where our own commands write
         raise MissingFileError(
-            f"no model directory {name}; give a Hugging Face model directory or a hub name owner/model, or make a "
-            f"small model with `attnrl warmup --output {name}`"
+            f"no model or run directory {name}; give one, or a Hugging Face model directory or a hub name owner/model, "
+            f"or make a small model with `attnrl warmup --output {name}`"
         )
     return name
 
