@@ -49,8 +49,8 @@ def test_states_are_put_and_moved_row_by_row() -> None:
     memory = a.room(5)
     assert memory.nbytes == 5 * a.nbytes > 0
     for rows, one in (([0, 3], b), ([1, 4], a), ([2], c)):
-        memory.put(np.array(rows), one)
-    memory.move(np.array([2, 1]), np.array([0, 3]))
+        memory.put(torch.tensor(rows), one)
+    memory.move(torch.tensor([2, 1]), torch.tensor([0, 3]))
     want = [filled(model, [ids, ids]) for ids in ([11, 12, 13], [5, 6, 7])]  # c a c a a
     pairs = list(zip(memory.states(), *(x.states() for x in want), strict=True))
     assert len(pairs) == 6  # a window of the convolution and a state, in three of four layers

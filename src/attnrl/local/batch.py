@@ -306,7 +306,7 @@ class PagedBatch:
         if self._state.memory is not None:
             kept = in_gaps(kept)
             moved = np.flatnonzero(kept != np.arange(len(kept)))
-            self._state.memory.move(kept[moved], moved)
+            self._state.memory.move(sent(kept[moved], self.device), sent(moved, self.device))
         self._pages_RM[: len(kept)], self._held_R[: len(kept)] = self._pages_RM[kept], self._held_R[kept]
         table.keep(kept)
         self._state.look = 0

@@ -3,7 +3,7 @@
 A state is as large after one token as after thousands and cannot be cut back, so no two contexts share one: a context
 is prefilled by itself, once for all rows that begin with it. Attention keeps its keys and values itself.
 
-Shapes: R rows.
+Shapes: R rows, N of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from transformers import DynamicCache
 
 from attnrl.attention.decoder import body_of
 from attnrl.attention.interface import AttentionPlan, Layer, attending
-from attnrl.attention.pages import Ints, sent
 from attnrl.errors import ConfigError
 
 OLDEST = (5, 14)  # transformers whose caches keep states as `states` finds them
@@ -70,17 +69,15 @@ class Memory(DynamicCache):  # type: ignore[misc]  # transformers has no types f
                     setattr(layer, name, {i: None if state is None else made(state) for i, state in states.items()})
         return other
 
-    def put(self, rows: Ints, one: Memory) -> None:
+    def put(self, rows_N: Tensor, one: Memory) -> None:
         """These rows become what the one row of `one` is."""
         for (states, index), (others, _) in zip(self.states(), one.states(), strict=True):
-            states[index][sent(rows, states[index].device)] = others[index]
+            states[index][rows_N] = others[index]
 
-    def move(self, source: Ints, target: Ints) -> None:
-        """Row `target[i]` becomes what row `source[i]` was."""
-        for states, index in self.states() if len(source) else ():
-            state = states[index]
-            old, new = (sent(rows, state.device) for rows in (source, target))
-            state[new] = state[old]
+    def move(self, source_N: Tensor, target_N: Tensor) -> None:
+        """Row `target_N[i]` becomes what row `source_N[i]` was."""
+        for states, index in self.states() if len(source_N) else ():
+            states[index][target_N] = states[index][source_N]
 
 
 class InOrder:

@@ -92,7 +92,7 @@ class PagedState:
         """These rows go on from where `memory`'s one row is."""
         if self.memory is None:
             self.memory = memory.room(len(self.table_RM))
-        self.memory.put(rows, memory)
+        self.memory.put(sent(rows, self.device), memory)
 
     def place(self, table: RowTable, pages_RM: Pages, held_R: Ints) -> None:
         """Sets the state from the host's: the running rows and the pages that each holds."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnrl.attention.pages import Ints, bytes_per_token
+from attnrl.attention.pages import Ints, bytes_per_token, sent
 from attnrl.attention.slots import Blocks, DecodeAttention, KVCache, row_blocks
 from attnrl.attention.trie import sorted_rows
 from attnrl.local.draw import draw, uniforms
@@ -117,7 +117,7 @@ class SlotBatch:
             cache.fill(np.repeat(rows, lengths), positions, np.concatenate(paths), done.keys, done.values)
             if memory is not None:
                 self._memory = memory.room(self.stats.rows) if self._memory is None else self._memory
-                self._memory.put(rows, memory)
+                self._memory.put(sent(rows, self.device), memory)
         self._carry = done.carry if memory is None else None
         self.stats.add_prefill(done.trie)
         self.stats.prefill_seconds += time.perf_counter() - begin
@@ -173,7 +173,7 @@ class SlotBatch:
         if len(source):
             cache.move(source, target, int(self.table.length[: self.table.count].max()))
         if self._memory is not None:
-            self._memory.move(source, target)
+            self._memory.move(sent(source, self.device), sent(target, self.device))
 
     def _place(self) -> None:
         """Sets the device's state from the host's."""
