@@ -78,7 +78,7 @@ class ScoreFlags(Section):
 def main(argv: list[str]) -> None:
     flags, overrides = read_flags(ScoreFlags, argv, str(__doc__), short=SHORT)
     check_folder("output", flags.output)
-    if flags.output.suffix != ".parquet":
+    if flags.output.suffix not in ("", ".parquet"):
         raise ConfigError(f"--output {flags.output}: the table is a Parquet file; let its name end in .parquet")
     check_folder("html", flags.html)
     model = pin_model(flags.model, show)

@@ -110,7 +110,7 @@ class Sampler:
             self._check_states(setup)
 
     def metrics(self) -> dict[str, float]:
-        """What was done since the last call of this, as `generate/...` of docs/metrics.md."""
+        """What was done since the last call of this, as metrics of docs/metrics.md."""
         done, self._done = self._done, []
         return metrics_of(done)
 

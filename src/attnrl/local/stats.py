@@ -46,7 +46,7 @@ class SamplerStats:
 
 
 def metrics_of(calls: Sequence[SamplerStats]) -> dict[str, float]:
-    """What these calls did, as metrics `generate/...` of docs/metrics.md; nothing of none."""
+    """What these calls did, as metrics of docs/metrics.md; nothing of none."""
     if not calls:
         return {}
 
@@ -58,8 +58,8 @@ def metrics_of(calls: Sequence[SamplerStats]) -> dict[str, float]:
         "generate/sampler_own": 1.0,
         "generate/fused": float(all(call.fused for call in calls)),
         "generate/captured": float(all(call.cuda_graph for call in calls)),
+        "generate/prefilled_tokens": total("prefilled_tokens"),
         "generate/shared_context": total("saved_tokens") / max(1.0, total("saved_tokens") + total("prefilled_tokens")),
-        "generate/prefill_share": total("prefill_seconds") / max(1e-9, total("seconds")),
         "generate/idle_share": 1 - (total("drawn_tokens") - beside_steps) / max(1.0, total("row_steps")),
         "generate/put_back": total("put_back"),
         "generate/cache_gb": max(call.cache_bytes for call in calls) / 1e9,
