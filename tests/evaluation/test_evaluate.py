@@ -40,6 +40,15 @@ def whole(tmp_path_factory):
     return directory, fake.run(directory, fake.FakeBackend())
 
 
+def test_a_log_says_after_each_chunk_how_far_it_is(tmp_path, capfd) -> None:
+    report = fake.run(tmp_path, fake.FakeBackend(), chunk=64)
+    drawn = [[r.right for r in report.responses[:count]] for count in (64, 128)]  # 160 in all; the last says nothing
+    said = [f"{len(done)} of 160 responses, {100 * sum(done) / len(done):.1f} % right" for done in drawn]
+    assert capfd.readouterr().err.splitlines() == said
+    fake.run(None, fake.FakeBackend(), chunk=None)
+    assert capfd.readouterr().err == "", "one chunk, as in training"
+
+
 def test_numbers_are_those_of_the_responses(whole) -> None:
     _, report = whole
     assert len(report.responses) == 30 * 4 + 20 * 2
