@@ -207,11 +207,25 @@ def test_metrics_are_of_all_calls_since_the_last_time(qwen2: Any) -> None:
     found = sampler.metrics()
     assert found["generate/idle_share"] == 1 - (4 + 2 * 3) / (4 * 8 + 3 * 8)
     assert found["generate/shared_context"] == 3 / (3 + 3 + 4)
-    assert found["generate/cache_gb"] == sampler.stats.cache_bytes / 1e9
+    assert found["generate/cache_gb"] == sampler.stats.cache_peak_bytes / 1e9 > 0
     assert found["generate/prefilled_tokens"] == 3 + 4
     assert found["generate/sampler_own"] == 1
     assert not any(found[f"generate/{name}"] for name in ("fused", "captured", "put_back"))
     assert sampler.metrics() == {}
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_metrics_do_not_tell_what_calls_came_before(qwen2: Any, paged: bool) -> None:
+    """A resumed run writes the metrics of the whole one, although its sampler has not drawn before."""
+    small = [Request(as_ids([5, 6, i]), 9, i) for i in range(3)]
+    large = [Request(as_ids(np.arange(90 + i) % VOCABULARY), 140, i) for i in range(20)]
+    fresh, used = (Sampler(qwen2, stop_ids=(), paged=paged, check_every=4) for _ in range(2))
+    used.generate(large, Sampling(), version=0)
+    used.metrics()
+    for sampler in (fresh, used):
+        sampler.generate(small, Sampling(), version=0)
+    assert used.stats.cache_bytes > fresh.stats.cache_bytes
+    assert used.metrics() == fresh.metrics()
 
 
 def test_the_cache_grows_with_the_rows_and_is_kept_between_calls(qwen2: Any) -> None:

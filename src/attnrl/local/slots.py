@@ -195,6 +195,8 @@ class SlotBatch:
             self._use(cache)
             self._place()
         self.stats.cache_bytes = cache.nbytes + self.stats.rows * self.setup.state_bytes
+        held = self.table.count * needed * bytes_per_token(self.setup.layers, self.setup.dtype)
+        self.stats.cache_peak_bytes = max(self.stats.cache_peak_bytes, held)
         return cache
 
     def _rows_for(self, requests: int) -> int:

@@ -23,8 +23,8 @@ class SamplerStats:
     put_back: int = 0  # rows that made room for others and were prefilled again
     seconds: float = 0.0
     prefill_seconds: float = 0.0
-    cache_bytes: int = 0
-    cache_peak_bytes: int = 0  # of the pages that rows held when they held most
+    cache_bytes: int = 0  # of this process: an earlier call may have needed more
+    cache_peak_bytes: int = 0  # of the pages or slots that rows held when they held most
     cache_live_bytes: int = 0  # what the different tokens of those rows needed then
     fused: bool = False  # the model's forward ran with fused kernels
     cuda_graph: bool = False  # decode steps were replayed CUDA graphs
@@ -62,7 +62,7 @@ def metrics_of(calls: Sequence[SamplerStats]) -> dict[str, float]:
         "generate/shared_context": total("saved_tokens") / max(1.0, total("saved_tokens") + total("prefilled_tokens")),
         "generate/idle_share": 1 - (total("drawn_tokens") - beside_steps) / max(1.0, total("row_steps")),
         "generate/put_back": total("put_back"),
-        "generate/cache_gb": max(call.cache_bytes for call in calls) / 1e9,
+        "generate/cache_gb": max(call.cache_peak_bytes for call in calls) / 1e9,
     }
 
 
