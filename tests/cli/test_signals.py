@@ -113,6 +113,15 @@ def checkpoints(run: Path) -> list[int]:
     return sorted(int(path.name) for path in (run / "checkpoints").glob("[0-9]*"))
 
 
+def test_a_demo_stopped_by_a_signal_says_how_it_goes_on(start: Callable[..., Command], tmp_path: Path) -> None:
+    command = start("demo", "--output", str(tmp_path / "demo"), *TINY.split())
+    command.wait_for(lambda: recorded(tmp_path / "demo/demo"))
+    command.send(signal.SIGINT)
+    assert command.end() == 128 + signal.SIGINT
+    assert command.output.splitlines()[-1].endswith("demo/demo; the same command goes on from there")
+    command.check_nothing_is_left()
+
+
 OWN_REWARD = """
 def odd_length(attempts):
     return [float(len(attempt.response) % 2) for attempt in attempts]

@@ -27,7 +27,7 @@ from rich.table import Table
 from attnrl.cli.flags import read_flags, show
 from attnrl.config import Config, Names, Section, load_config
 from attnrl.console import time_span
-from attnrl.errors import ConfigError
+from attnrl.errors import ConfigError, Interrupted
 from attnrl.launch import train
 from attnrl.launch.training import finished_note
 from attnrl.run import check_run, read_metrics
@@ -52,7 +52,11 @@ def main(argv: list[str]) -> None:
     if place != output:
         show(f"{output} is kept (finished, or other settings): writing into {place}")
     for name, config in configs.items():
-        train(config, place / name, resume=(place / name).is_dir())
+        try:
+            train(config, place / name, resume=(place / name).is_dir())
+        except Interrupted as stop:
+            said = str(stop) and f"stopped in {place / name}; the same command goes on from there"
+            raise Interrupted(said, stop.number) from None
     from attnrl.analysis.report import write_report
 
     runs = [place / name for name in names]
