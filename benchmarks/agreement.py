@@ -36,6 +36,7 @@ from attnrl.policy.objective import objective
 from attnrl.policy.packing import microbatches, pack
 from attnrl.types import Request, Sample, Sampling, as_floats
 from iteration import SHAPES, make_model
+from record import record, write
 
 CAP = 2.0
 METRICS = ("behaviour_kl", "ratio_max", "clip_fraction", "importance_weight", "entropy")
@@ -129,7 +130,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("agreement.json"), help="JSON")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    record = {"arguments": {k: str(v) for k, v in vars(args).items()}, "torch": torch.__version__, "rows": rows}
+    found = record(args, rows=rows)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(args.model or made)
         if not args.model:
@@ -146,7 +147,7 @@ def main() -> None:
                 engine.sampler.rest()
                 rows.append({"sampler": sampler, "float32_logits": wide, **compared(engine, samples)})
                 print(json.dumps(rows[-1]), flush=True)
-                args.out.write_text(json.dumps(record, indent=1) + "\n")
+                write(args, found)
                 engine.close()
                 del engine
                 gc.collect()

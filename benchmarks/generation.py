@@ -50,6 +50,7 @@ from attnrl.local.models import prepare_model
 from attnrl.local.sampler import Sampler
 from attnrl.types import Request, Rollout, Sampling, as_ids
 from iteration import MEAN, SIGMA
+from record import record, write
 
 SHAPE = {
     "hidden_size": 1536,
@@ -401,8 +402,7 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
     bench = Bench(args)
-    name = torch.cuda.get_device_name() if bench.cuda else "cpu"
-    report: dict[str, Any] = {"device": name, "torch": torch.__version__, "commit": args.commit}
+    report = record(args)
     for section in args.sections.split(","):
         begin = time.perf_counter()
         try:
@@ -418,7 +418,7 @@ def main() -> None:
             for rows in {line["rows"] for line in report[section]["decode"]}:
                 print(*[line for line in report[section]["decode"] if line["rows"] == rows][:6], sep="\n", flush=True)
             print(*(report[section][name] for name in ("prefill", "products", "gated", "paths")), sep="\n", flush=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(args, report)
 
 
 if __name__ == "__main__":

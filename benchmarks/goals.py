@@ -57,7 +57,7 @@ GOALS = (
 )
 SPEEDS = ((2048, 20_970), (8192, 17_370))  # of the learner before; how they were measured: docs/performance.md
 BEFORE = {  # as learner.json
-    "arguments": {"commit": "d9ecc0b, another machine"},
+    "commit": "d9ecc0b, another machine",
     "cases": [{"tokens": n, "layers": "all", "tokens_per_second": speed, "peak_gb": 35.9} for n, speed in SPEEDS],
 }
 HEAD = ["what", "measured", "beside what", "ratio", "goal", "met", "commit"]
@@ -135,8 +135,8 @@ def growth(file: Any, of: tuple[int, int]) -> Found:
 
 def paper(file: Any, number: int) -> Found:
     phases = ("generate", "verify", "score", "update", "other")
-    spent = ", ".join(f"{phase} {shown(file[number][f'seconds/{phase}'])}" for phase in phases)
-    return file[number]["seconds/iteration"], spent, "-"
+    found = file["iterations"][number]
+    return found["seconds/iteration"], ", ".join(f"{phase} {shown(found[f'seconds/{phase}'])}" for phase in phases), "-"
 
 
 READ: dict[str, Callable[[Any, Any], Found]] = {"vllm": work, "small": work, "steps": step, "mixed": mixed}
@@ -145,21 +145,20 @@ READ |= {"learner": learner, "big": big, "plain": plain, "growth": growth, "pape
 
 def origin(file: Any) -> tuple[str, str]:
     """The commit and the device that a file names; a rehearsal says so."""
-    whole = file if isinstance(file, dict) else {}  # metrics.jsonl names neither
-    said = whole.get("arguments", whole)
-    rehearsed = said.get("device") == "cpu" or said.get("tiny") == "True" or said.get("shape") == "tiny"
-    device = REHEARSAL if rehearsed else whole.get("device", "not named")
-    return said.get("commit") or "not named", device
+    said = file.get("arguments", {})
+    rehearsed = file.get("device") == "cpu" or said.get("tiny") == "True" or said.get("shape") == "tiny"
+    return file.get("commit") or "not named", REHEARSAL if rehearsed else file.get("device", "not named")
 
 
-def load(path: Path) -> Any:
-    """What a file holds; None where its writer was stopped in the middle."""
+def load(path: Path) -> dict[str, Any] | None:
+    """What a file holds; None where its writer was stopped in the middle, or it is of another kind."""
     try:
-        text = path.read_text(encoding="utf-8")
-        return json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
-    except (OSError, json.JSONDecodeError) as error:
+        if isinstance(found := json.loads(path.read_text(encoding="utf-8")), dict):
+            return found
+        print(f"{path}: not an object", file=sys.stderr)
+    except (OSError, ValueError) as error:
         print(f"{path}: {error}", file=sys.stderr)
-        return None
+    return None
 
 
 def line(goal: Goal, file: Any) -> list[str]:
@@ -181,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="the folder that speed_gpu.sh wrote to")
     parser.add_argument("--before", type=Path, help="learner.json of an older commit")
     args = parser.parse_args(argv)
-    paths = {part: args.out / (f"{part}.jsonl" if part == "paper" else f"{part}.json") for part in READ}
+    paths = {part: args.out / f"{part}.json" for part in READ}
     found = {part: load(path) for part, path in paths.items() if path.exists()}
     before = load(args.before) if args.before else BEFORE
     files = {p: {**file, "before": before} if p == "learner" else file for p, file in found.items() if file}

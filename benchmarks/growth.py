@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import iteration
+from record import record, write
 
 PHASES = ("generate", "score", "update", "iteration")
 
@@ -78,13 +79,13 @@ def main() -> None:
     args = parser.parse_args()
     limits, prompts = ([int(n) for n in text.split(",")] for text in (args.limits, args.prompts))
     cases: list[dict[str, Any]] = []
-    record = {"arguments": {k: str(v) for k, v in vars(args).items()}, "torch": torch.__version__, "cases": cases}
+    found = record(args, cases=cases)
     for many, limit in [(prompts[0], n) for n in limits] + [(n, limits[0]) for n in prompts[1:]]:
-        found = measure(many, limit, args)
+        case = measure(many, limit, args)
         before = cases[0] if [many] == prompts[1:2] else cases[-1] if cases else None
-        cases.append(found | ({"growth": growth(before, found)} if before else {}))
+        cases.append(case | ({"growth": growth(before, case)} if before else {}))
         print(json.dumps(cases[-1]), flush=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write(args, found)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from attnrl.local.models import load_weights
 from attnrl.types import Request, Rollout, Sample, Sampling, ScoreRequest, Scores, Scoring
 from plain import PHASES, Clock, Work
 from plain import run as run_plain
+from record import record, write
 
 SHAPES: dict[str, dict[str, int]] = {
     "1.5B": {
@@ -195,11 +195,11 @@ def main() -> None:
     if args.lengths:
         os.environ["ITERATION_MEAN"] = str(args.limit * MEAN)
     rows: list[dict[str, float]] = []
-    record: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(args).items()}, "iterations": rows}
+    found = record(args, iterations=rows)
 
     def keep(metrics: dict[str, float]) -> None:
         rows.append({k: v for k, v in metrics.items() if k.startswith(KEPT)})
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write(args, found)
 
     with tempfile.TemporaryDirectory() as folder:
         make_model(args.shape, args.tokenizer, Path(folder, "model"))
@@ -212,6 +212,7 @@ def main() -> None:
                 "data.train_tasks": 200,
                 "data.decontaminate": [],
                 "data.clean": False,
+                **({} if args.tokenizer else {"data.template": "{problem}"}),  # made-up tasks know no other words
                 "reward": "parity:parity",
                 "sampling.max_response_tokens": args.limit,
                 "algo.segmenter": "every_n_tokens",
@@ -235,16 +236,16 @@ def main() -> None:
             ENGINES.clear()
             free()
         if args.plain is not None:
-            record["plain"] = compared(model, work, args.plain or PHASES, rows[-1], args.microbatch_tokens)
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+            found["plain"] = compared(model, work, args.plain or PHASES, rows[-1], args.microbatch_tokens)
+            write(args, found)
             free()
         if args.spare:
-            record["spare"] = ours = spared(model, work.samples, args.microbatch_tokens)
-            theirs = record.get("plain", {"seconds": {}})
+            found["spare"] = ours = spared(model, work.samples, args.microbatch_tokens)
+            theirs = found.get("plain", {"seconds": {}})
             if "update" in theirs["seconds"]:
                 ours["plain_over_ours"] = theirs["seconds"]["update"] / ours["seconds"]["update"]
                 ours["memory_of_plain"] = ours["peak_gb"].get("update", 0) / theirs["peak_gb"].get("update", 1)
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+            write(args, found)
 
 
 def free() -> None:

@@ -33,6 +33,7 @@ from attnrl.local.models import pick_device, pick_dtype, prepare_model
 from attnrl.policy.packing import input_length
 from attnrl.types import Sample, as_floats, as_ids
 from forecast import SIZES
+from record import record, write
 
 TINY = {
     "hidden_size": 64, "num_hidden_layers": 28, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -141,14 +142,14 @@ def main() -> None:
     args = parser.parse_args()
     args.tokens //= SCALE if args.tiny else 1
     cases: list[dict[str, Any]] = []
-    record = {"arguments": {k: str(v) for k, v in vars(args).items()}, "torch": torch.__version__, "cases": cases}
+    found = record(args, cases=cases)
     for case in (case for section in args.sections.split(",") for case in CASES[section]):
         try:
             cases.append(run(case, args))
         except torch.cuda.OutOfMemoryError as error:
             cases.append({"case": list(case), "out_of_memory": str(error).split(".")[0]})
         print(json.dumps(cases[-1]), flush=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write(args, found)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

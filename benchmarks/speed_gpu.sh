@@ -49,23 +49,6 @@ measure() { # name, script, options
   echo "$name: exit status $?, $(($(date +%s) - begin)) s"
 }
 
-paper() { # folder
-  local model=$1/model run=$1/run
-  $PYTHON -c "
-import sys
-from pathlib import Path
-from iteration import make_model
-make_model(sys.argv[1], sys.argv[2], Path(sys.argv[3]))" "$SHAPE" "$TOKENIZER" "$model" || return
-  $PYTHON -m attnrl train attnrl_1p5b --model.path "$model" --run-dir "$run" --data.train '["tasks"]' --data.train_tasks 200 \
-    --data.decontaminate '[]' --data.clean False --reward parity:parity --algo.prompts 8 --algo.max_prompts 12 --algo.group 6 \
-    --sampling.max_response_tokens "$LIMIT" --algo.segmenter every_n_tokens --algo.segmenter_options '{"tokens": 45}' \
-    --evaluation.every 0 --run.iterations 2 --run.checkpoint_every 1000 --run.save_rollouts_every 0 \
-    --update.microbatch_tokens 16384
-  local status=$?
-  cp "$run/metrics.jsonl" "$OUT/paper.jsonl"
-  return $status
-}
-
 for part in "$@"; do
   # shellcheck disable=SC2086
   case $part in
@@ -80,12 +63,7 @@ for part in "$@"; do
     kernels) measure kernels generation --sections kernels $TINY_FLAG $DEVICE ;;
     learner) measure learner learner_memory --tied --sections all $TINY_FLAG ;;
     plain) measure plain iteration --shape $SHAPE --prompts 16 --limit $SHORT --iterations 2 --lengths --rows 512 --layers auto --tokenizer "$TOKENIZER" --spare $PLAIN ;;
-    paper)
-      begin=$(date +%s) folder=$(mktemp -d)
-      paper "$folder" >"$OUT/paper.log" 2>&1
-      echo "paper: exit status $?, $(($(date +%s) - begin)) s"
-      rm -rf "$folder"
-      ;;
+    paper) measure paper paper_length --shape $SHAPE --limit "$LIMIT" --tokenizer "$TOKENIZER" ;;
     big) measure big learner_memory --sections 7b --updates 1 $TINY_FLAG ;;
     agree) measure agree agreement --shape $SHAPE --peak 6 --tokenizer "$TOKENIZER" $AGREE $DEVICE ;;
     growth) measure growth growth --shape $SMALL --once 8192 --tokenizer "$TOKENIZER" --limits $LIMITS --prompts 4,16,64 ;;
