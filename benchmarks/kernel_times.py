@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import triton
 
-from attnrl.attention import paged_triton
+from attnrl.attention import paged_triton, paths_triton
 from attnrl.attention.paged import hopper
 from attnrl.attention.pages import PAGE, cut, pages_for
 from attnrl.attention.trie import QUERY_BLOCK, Runs, query_blocks
@@ -89,7 +89,7 @@ def prefill_times(tiny: bool, device: str) -> list[dict[str, Any]]:
         blocks = blocks[np.argsort(-blocks[:, 2], kind="stable")].astype(np.int32)
         table = torch.from_numpy(blocks).to(device)
         kernels: dict[str, Any] = {
-            "triton": partial(paged_triton.paths, q, keys, values, order, table, QUERY_BLOCK, scale=0.09, window=None)
+            "triton": partial(paths_triton.paths, q, keys, values, order, table, QUERY_BLOCK, scale=0.09, window=None)
         }
         if hopper is not None and hopper.fits(q, keys, values, None):
             kernels["hopper"] = partial(hopper.paths, q, keys, values, order, table, scale=0.09)

@@ -247,7 +247,7 @@ def test_a_planted_doubled_knob_is_found(lines: str, found: list[str]) -> None:
 def test_kernels_are_compiled_for_a_model_and_not_for_a_number_of_tokens() -> None:
     """Triton compiles once more for a number that is a multiple of 16, in the middle of a run, unless told not to."""
     triton = pytest.importorskip("triton", reason="triton is published for Linux on x86-64 only")
-    names = ["attention.paged_triton", "scoring.fci_triton", "scoring.head_triton"]
+    names = ["attention.paged_triton", "attention.paths_triton", "scoring.fci_triton", "scoring.head_triton"]
     names += [f"local.{name}_triton" for name in ("draw", "fused", "learn", "products")]
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/attnrl").rglob("*.py"))
     launched = set(re.findall(r"(_\w+)\[\(", source))

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from attnrl.attention import paged_triton
+from attnrl.attention import paged_triton, paths_triton
 from attnrl.local import draw_triton, fused_triton, learn_triton, products_triton
 
 WRITE = re.compile(r"\b(st|red|atom)\.global")
@@ -72,11 +72,11 @@ KERNELS: list[tuple[str, Any, dict[str, str], dict[str, Any], int, int]] = [
     ("shared", paged_triton._decode, POOL, HEADS | {"BM": 32, "DIRECT": False}, 2, 3),
     ("direct", paged_triton._decode, POOL, HEADS | {"BM": 16, "DIRECT": True}, 1, 3),
     ("join", paged_triton._join, POOL, HEADS | {"BS": 8}, 1, 3),
-    ("paths", paged_triton._paths, POOL, HEADS | {"BM": 64, "BN": 64}, 4, 3),
+    ("paths", paths_triton._paths, POOL, HEADS | {"BM": 64, "BN": 64}, 4, 3),
     ("capped decode", paged_triton._decode, ODD, HEADS | {"BM": 16, "DIRECT": True, "SINKS": None}, 1, 3),
     ("sunk decode", paged_triton._decode, ODD, HEADS | {"BM": 16, "DIRECT": True, "inner2": None}, 1, 3),
     ("sunk join", paged_triton._join, ODD, HEADS | {"BS": 8}, 1, 3),
-    ("sunk paths", paged_triton._paths, ODD, HEADS | {"BM": 64, "BN": 64}, 4, 3),
+    ("sunk paths", paths_triton._paths, ODD, HEADS | {"BM": 64, "BN": 64}, 4, 3),
     ("places", paged_triton._places, POOL | PLACES, {"BR": 128, "PAGE": 32}, 4, 3),
     ("add_norm", fused_triton._add_norm, LAYER, {"BW": 2048, "PARTS": 1}, 4, 3),
     ("add_norm 4", fused_triton._add_norm, LAYER | {"Y": FLOAT}, {"BW": 2048, "PARTS": 4}, 4, 3),
@@ -150,8 +150,8 @@ def on_small_gpus(dtype: str, tile: tuple[int, int, int], stages: int) -> dict[s
         return int(build(kernel, types, heads | constants, 4, stages, 86).metadata.shared)
 
     shared = [size(paged_triton._decode, {"BM": 32, "DIRECT": False}, n) for n in (stages, 1)]
-    tiles = paged_triton.down_from(tile)
-    paths = [size(paged_triton._paths, {"BM": 64, "BN": keys}, n) for keys, _, n in (tiles[0], tiles[-1])]
+    tiles = paths_triton.down_from(tile)
+    paths = [size(paths_triton._paths, {"BM": 64, "BN": keys}, n) for keys, _, n in (tiles[0], tiles[-1])]
     return {"shared": shared, "paths": paths}
 
 

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from attnrl.attention import paged_triton
+from attnrl.attention import paged_triton, paths_triton
 from attnrl.attention.pages import PAGE, common_pages, cut, groups_of, pages_for
 from attnrl.local import paged_state
 from attnrl.local.draw import draw
@@ -146,7 +146,7 @@ def paths_case(*, dim: int = 16, value: int = 16, heads: int = 4, kv: int = 2, *
     blocks = [(0, 16, 40, 0), (16, 10, 56, 0), (26, 16, 0, 1), (42, 16, 16, 1), (58, 9, 32, 1)]
     q = torch.randn(67, heads, dim, device=DEVICE)
     arrays = (torch.from_numpy(table).to(DEVICE), torch.tensor(blocks, dtype=torch.int32, device=DEVICE))
-    out = paged_triton.paths(q, keys, values, *arrays, 16, scale=SCALE, **how, tile=(32, 4, 2))
+    out = paths_triton.paths(q, keys, values, *arrays, 16, scale=SCALE, **how, tile=(32, 4, 2))
     worst = 0.0
     for first, count, position, path in blocks:
         for i in range(count):

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnrl.attention.gluon_parts import copy_in, new_barriers
-from attnrl.attention.paged_triton import LOG2E
+from attnrl.attention.triton_parts import LOG2E
 
 ROWS = gl.constexpr(64)  # queries or keys of a warpgroup
 TILE = gl.constexpr(128)  # keys that a block of queries meets at a time

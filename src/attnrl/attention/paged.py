@@ -19,13 +19,13 @@ from attnrl.attention.scores import additive, dense
 from attnrl.attention.trie import QUERY_BLOCK
 
 try:
-    from attnrl.attention import paged_triton
+    from attnrl.attention import paged_triton, paths_triton, triton_parts
 
     kernels: Any = paged_triton
 except ImportError:  # triton is published for Linux on x86-64 only
     kernels = None
 hopper: Any = None
-if kernels is not None and kernels.GLUON:
+if kernels is not None and triton_parts.GLUON:
     from attnrl.attention import paths_hopper
 
     hopper = paths_hopper
@@ -155,7 +155,7 @@ class PagedPrefill:
         if hopper is not None and layer.plain and hopper.fits(q_THD, keys, values, layer.window):
             out_TW = hopper.paths(q_THD, keys, values, self.table_JM, self.blocks_B4, scale=layer.scale)
             return out_TW
-        out_TW = kernels.paths(
+        out_TW = paths_triton.paths(
             q_THD,
             keys,
             values,

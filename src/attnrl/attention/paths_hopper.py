@@ -1,6 +1,6 @@
 """Attention of packed queries along paths for Hopper GPUs, scheduled by hand in Gluon.
 
-A path's keys and values lie in pages (`paths`, as `paged_triton.paths`) or end to end (`packed`).
+A path's keys and values lie in pages (`paths`, as `paths_triton.paths`) or end to end (`packed`).
 
 Half precision, head sizes 64 and 128, no window. Two warpgroups read each key and value of a tile once from shared
 memory, each for 64 queries of one of two heads of a group; a warp of its own has the copy engine bring tiles ahead of
@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnrl.attention import pages
 from attnrl.attention.gluon_parts import copy_in, new_barriers, on_hopper, sync, view
-from attnrl.attention.paged_triton import LOG2E
+from attnrl.attention.triton_parts import LOG2E
 
 PAGE = gl.constexpr(pages.PAGE)
 ROWS = gl.constexpr(64)  # queries of a warpgroup
@@ -399,7 +399,7 @@ def paths(
     programs: int | None = None,
     tile: tuple[int, int] = (128, 2),
 ) -> Tensor:
-    """Causal attention of packed queries along their paths of pages, as `paged_triton.paths`: [T, H * D].
+    """Causal attention of packed queries along their paths of pages, as `paths_triton.paths`: [T, H * D].
 
     Blocks have at most 64 queries and get shorter. `programs`: as many as multiprocessors; `tile`: keys, stages.
     """

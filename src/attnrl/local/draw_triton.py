@@ -136,25 +136,18 @@ def _masses(base, V, first, second, third, low, last, top, inverse, B: tl.conste
 
 
 @triton.jit
-def _nucleus(
-    LOGITS, UNIFORM, COLUMN, TOKENS, LENGTHS, IDS, LOGPROBS, V, pitch, inverse, top_p, out_pitch,
-    B: tl.constexpr, EARLY: tl.constexpr = False,
-):  # fmt: skip
-    follow(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.load(COLUMN)
-    base = LOGITS + row * pitch
-    top, total = _top_and_total(base, V, inverse, B)
+def _smallest_kept(base, V, top, total, top_p, inverse, B: tl.constexpr):
+    """Where the smallest kept logit lies, as integers from low to last, cut in four until that holds one value; how
+    much lies at or above low, and how much above last.
+    """
     goal = top_p * total
-
-    # The smallest kept logit lies from low to last, cut in four until that holds one value. All below `least` are
-    # together less than what may be left out, or than rounding, however many they are.
+    # All below `least` are together less than what may be left out, or than rounding, however many they are.
     least = top + tl.log(0.25 * tl.maximum(1.0 - top_p, 1e-7) * total / V) / inverse
     real = total == total  # else there is nothing to search, and NaN must be seen
     low = tl.where(real, _ordered(least), -2147483648)
     last = tl.where(real, _ordered(top), -2147483648)
     at_low = total
-    over = 0.0  # above last
+    over = 0.0
     while low < last:
         first, second, third = _bound(low, last, 0.25), _bound(low, last, 0.5), _bound(low, last, 0.75)
         at_first, at_second, at_third, smallest, largest = _masses(
@@ -169,10 +162,24 @@ def _nucleus(
         else:
             last, over = first - 1, at_first
         low, last = tl.maximum(low, smallest), tl.minimum(last, largest)
+    return low, last, at_low, over
+
+
+@triton.jit
+def _nucleus(
+    LOGITS, UNIFORM, COLUMN, TOKENS, LENGTHS, IDS, LOGPROBS, V, pitch, inverse, top_p, out_pitch,
+    B: tl.constexpr, EARLY: tl.constexpr = False,
+):  # fmt: skip
+    follow(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.load(COLUMN)
+    base = LOGITS + row * pitch
+    top, total = _top_and_total(base, V, inverse, B)
+    low, last, at_low, over = _smallest_kept(base, V, top, total, top_p, inverse, B)
 
     # Above last all stay; of equals at it, the first ones, as many as the goal asks for.
     one = tl.exp((_float(last) - top) * inverse)
-    equals = tl.maximum(tl.ceil((goal - over) / one), 1.0).to(tl.int32)
+    equals = tl.maximum(tl.ceil((top_p * total - over) / one), 1.0).to(tl.int32)
     kept = tl.minimum(over + one * equals, at_low)  # the quotient may be rounded up past them
     goal = tl.load(UNIFORM + row * out_pitch + column) * kept
     before = 0.0

@@ -156,7 +156,7 @@ class FusedDecoder:
     """The decoder's forward from token ids to normed hidden states, over pages."""
 
     def __init__(self, model: Any, layers: list[_Layer]) -> None:
-        from attnrl.attention.paged_triton import GLUON
+        from attnrl.attention.triton_parts import GLUON
         from attnrl.local import fused_triton, products_triton
 
         self.kernels: Any = fused_triton

@@ -18,10 +18,10 @@ import torch
 import triton
 from numpy.typing import NDArray
 
-from attnrl.attention.paged_triton import GLUON
 from attnrl.attention.scores import with_sinks
+from attnrl.attention.triton_parts import GLUON, LOG2E
 from attnrl.errors import ConfigError, DataError
-from attnrl.scoring.fci_triton import LOG2E, Layer, Tile, _column_sums, _row_lse, _step_max
+from attnrl.scoring.fci_triton import Layer, Tile, _column_sums, _row_lse, _step_max
 from attnrl.scoring.plan import ALIGN, Plan, key_blocks, query_blocks
 
 if GLUON:

@@ -12,15 +12,12 @@ the sum over queries runs along the registers of a thread and costs no exchange 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
-
-LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True)
