@@ -16,7 +16,6 @@ vLLM draws once: its logits do not depend on ours.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import tempfile
 from dataclasses import replace
@@ -35,7 +34,7 @@ from attnrl.local.models import load_tokenizer, load_weights
 from attnrl.policy.objective import objective
 from attnrl.policy.packing import microbatches, pack
 from attnrl.types import Request, Sample, Sampling, as_floats
-from iteration import SHAPES, make_model
+from iteration import SHAPES, free, make_model
 from record import record, write
 
 CAP = 2.0
@@ -150,9 +149,7 @@ def main() -> None:
                 write(args, found)
                 engine.close()
                 del engine
-                gc.collect()
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+                free()
 
 
 if __name__ == "__main__":

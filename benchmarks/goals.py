@@ -195,8 +195,8 @@ def main(argv: list[str] | None = None) -> int:
         print("| " + " | ".join(cells if several else cells[:-1]) + " |")
     for commit, device in dict.fromkeys(said.values()):
         print(f"\ncommit {commit}, device {device}:", ", ".join(p for p in files if said[p] == (commit, device)))
-    found = {cells[5] for cells in rows}
-    return 1 if "no" in found else 0 if found & {"yes", "measured"} else 2
+    met = {cells[5] for cells in rows}
+    return 1 if "no" in met else 0 if met & {"yes", "measured"} else 2
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ how many times its seconds grew over how many times the tokens did, against the 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 from pathlib import Path
@@ -37,9 +36,8 @@ def measure(prompts: int, limit: int, args: argparse.Namespace) -> dict[str, Any
     iteration.main()
     calls = iteration.ENGINES[0].calls
     iteration.ENGINES.clear()
-    gc.collect()
+    iteration.free()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     found = json.loads(part.read_text())["iterations"][-1]
     part.unlink()

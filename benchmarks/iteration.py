@@ -74,6 +74,18 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 1,
     },
 }
+SETTINGS: dict[str, Any] = {
+    "data.train": ["tasks"],
+    "data.train_tasks": 200,
+    "data.decontaminate": [],
+    "data.clean": False,
+    "reward": "parity:parity",
+    "algo.segmenter": "every_n_tokens",
+    "algo.segmenter_options": {"tokens": 45},
+    "evaluation.every": 0,
+    "run.checkpoint_every": 1000,
+    "run.save_rollouts_every": 0,
+}
 # Response lengths are log-normal, as those of 600 transcripts of DeepSeek-R1-Distill-Qwen-1.5B on real problems:
 # standard deviation of the logarithm 0.67, mean 0.30 of the 99th percentile, which is put at the limit.
 SIGMA, MEAN = 0.67, 0.30
@@ -206,19 +218,12 @@ def main() -> None:
         attnrl.train(
             "attnrl_1p5b",
             Path(folder, "run"),
-            overrides={
+            overrides=SETTINGS
+            | {
                 "model.path": str(Path(folder, "model")),
-                "data.train": ["tasks"],
-                "data.train_tasks": 200,
-                "data.decontaminate": [],
-                "data.clean": False,
                 **({} if args.tokenizer else {"data.template": "{problem}"}),  # made-up tasks know no other words
-                "reward": "parity:parity",
                 "sampling.max_response_tokens": args.limit,
-                "algo.segmenter": "every_n_tokens",
-                "algo.segmenter_options": {"tokens": 45},
                 "algo.prompts": args.prompts,
-                "evaluation.every": 0,
                 "engine.name": "iteration:engine",
                 "update.fused": args.fused,
                 "update.gradient_checkpointing": int(args.layers) if args.layers.isdigit() else args.layers,
@@ -226,8 +231,6 @@ def main() -> None:
                 "engine.local.rows": args.rows,
                 "update.microbatch_tokens": args.microbatch_tokens,
                 "run.iterations": args.iterations,
-                "run.checkpoint_every": 1000,
-                "run.save_rollouts_every": 0,
             },
             observers=[keep],
         )

@@ -16,25 +16,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from iteration import SHAPES, free, make_model
+from iteration import SETTINGS, SHAPES, free, make_model
 from record import record, write
 
-SETTINGS = {
-    "data.train": ["tasks"],
-    "data.train_tasks": 200,
-    "data.decontaminate": [],
-    "data.clean": False,
-    "reward": "parity:parity",
+LENGTH = {
     "algo.prompts": 8,
     "algo.max_prompts": 12,
     "algo.group": 6,
-    "algo.segmenter": "every_n_tokens",
-    "algo.segmenter_options": {"tokens": 45},
-    "evaluation.every": 0,
     "update.microbatch_tokens": 16_384,
     "run.iterations": 2,
-    "run.checkpoint_every": 1000,
-    "run.save_rollouts_every": 0,
 }
 
 
@@ -54,7 +44,7 @@ def main() -> None:
         model, run = f"{folder}/model", f"{folder}/run"
         make_model(args.shape, args.tokenizer, Path(model))
         free()
-        settings = SETTINGS | {"sampling.max_response_tokens": args.limit}
+        settings = SETTINGS | LENGTH | {"sampling.max_response_tokens": args.limit}
         flags = [word for key, value in settings.items() for word in (f"--{key}", said(value))]
         command = ["train", "attnrl_1p5b", "--model.path", model, "--run-dir", run, *flags]
         status = subprocess.run([sys.executable, "-m", "attnrl", *command], check=False).returncode

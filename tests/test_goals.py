@@ -202,11 +202,12 @@ def test_a_rehearsal_says_so(out: Path, capsys: pytest.CaptureFixture[str]) -> N
     change(out / "steps.json", "device", to="cpu")
     change(out / "learner.json", "arguments", "tiny", to="True")
     change(out / "plain.json", "device", to="cpu")
+    change(out / "growth.json", "arguments", "shape", to="tiny")
     assert goals.main([str(out)]) == 0
     rows, below = said(capsys)
     assert {row[-1] for name, row in rows.items() if "step" in name or "iteration, s" in name} == {"rehearsal"}
     below = below.splitlines()
-    assert "commit 4ea5c35, device a rehearsal: no number means anything: steps, learner, plain" in below
+    assert "commit 4ea5c35, device a rehearsal: no number means anything: steps, learner, plain, growth" in below
 
 
 def test_a_folder_with_none_of_the_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

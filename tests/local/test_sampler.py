@@ -234,9 +234,9 @@ def test_the_cache_grows_with_the_rows_and_is_kept_between_calls(qwen2: Any) -> 
     [rollout] = sampler.generate([request], Sampling(), version=0)  # 128 positions at first
     np.testing.assert_allclose(rollout.logprobs, plain_logprobs(qwen2, request, rollout, Sampling()), atol=1e-4)
     held = sampler.stats.cache_bytes
-    assert (
-        held == 1 * length_bucket(211) * 2 * 2 * (8 + 8) * 4
-    )  # rows, positions, layers, heads, key and value, float32
+    position = 2 * 2 * (8 + 8) * 4  # layers, heads, key and value, float32
+    assert held == 1 * length_bucket(211) * position
+    assert sampler.stats.cache_peak_bytes == 1 * (60 + 150 - 1) * position  # the last token is never stored
     [again] = sampler.generate([request], Sampling(), version=1)
     assert again.ids.tolist() == rollout.ids.tolist()
     sampler.close()
